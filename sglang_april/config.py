@@ -167,7 +167,12 @@ FLAGS: tuple[Flag, ...] = (
         "GB",
         "KV that ended legs of trajectories keep for the next ones, on all tiers together (default: no such limit)",
     ),
-    Flag("version", whole(0, 2**62), "N", "policy version of the weights at start"),
+    Flag(
+        "version",
+        whole(0, 2**62),
+        "N",
+        "policy version of the weights at start (default: 0, or unnamed after a restart with a journal)",
+    ),
     Flag(
         "journal",
         path,
@@ -199,13 +204,16 @@ FLAGS: tuple[Flag, ...] = (
 )
 
 _BY_FIELD = {flag.field: flag for flag in FLAGS}
+_NEEDS = {"audit_tolerance": "audit", "audit_strict": "audit", "journal_sync": "journal", "journal_interval": "journal"}
+"""Settings that have no effect without another."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags to SGLang's `--help`, as text values that `from_mapping` checks."""
     group = parser.add_argument_group("sglang-april", "native partial-rollout scheduling")
     for flag in FLAGS:
-        group.add_argument(flag.option, dest=f"april_{flag.field}", metavar=flag.metavar, help=flag.help, **flag.arity)
+        text = flag.described(getattr(AprilConfig, flag.field))
+        group.add_argument(flag.option, dest=f"april_{flag.field}", metavar=flag.metavar, help=text, **flag.arity)
 
 
 def is_active(argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None) -> bool:
@@ -265,6 +273,10 @@ def from_mapping(values: Mapping[str, Any]) -> AprilConfig:
             checked[field] = _BY_FIELD[field].read(value)
     if (checked.get("disk_dir") is None) != (not checked.get("disk_gb")):
         raise ConfigError("--april-disk-dir and --april-disk-gb must be set together")
+    for field, needed in _NEEDS.items():
+        default = getattr(AprilConfig, field)  # published settings contain the defaults
+        if checked.get(field, default) != default and not checked.get(needed):
+            raise ConfigError(f"{_BY_FIELD[field].option} has no effect without {_BY_FIELD[needed].option}")
     return AprilConfig(**checked)
 
 

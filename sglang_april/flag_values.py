@@ -42,6 +42,12 @@ class Flag:
         """The flag as on the command line."""
         return PREFIX + self.field.replace("_", "-")
 
+    def described(self, default: Any) -> str:
+        """The help text, with the default of its field unless the text states it."""
+        if "default" in self.help:
+            return self.help
+        return f"{self.help} (default: {_as_typed(default)})"
+
     @property
     def arity(self) -> dict[str, Any]:
         """Keyword arguments of `argparse` for the number of values."""
@@ -57,6 +63,12 @@ class Flag:
             return self.parse(value)
         except ValueError as error:
             raise ConfigError(f"{self.option} {error}, not {value!r}") from None
+
+
+def _as_typed(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "on", False: "off"}[value]
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def whole(low: int, high: int = MAX_COUNT) -> Callable[[Any], int]:

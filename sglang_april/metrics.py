@@ -166,8 +166,13 @@ def _live(labels: Mapping[str, str], state: Mapping[str, Any] | None) -> Iterato
     if not state:
         return
     yield family("samples", "Undelivered samples by state.", state["samples"], "state")
-    yield family("partial_tokens", "KV tokens of suspended samples; none: output tokens only.", state["tokens"], "tier")
-    yield family("partial_bytes", "KV bytes of suspended samples.", state["bytes"], "tier")
+    yield family(
+        "partial_tokens",
+        "KV tokens of suspended samples and parked legs; none: output tokens only.",
+        state["tokens"],
+        "tier",
+    )
+    yield family("partial_bytes", "KV bytes of suspended samples and parked legs.", state["bytes"], "tier")
     yield single("carry_tokens", "Undelivered output tokens.", state["carry_tokens"])
     yield single(
         "carry_cap_tokens",
@@ -185,7 +190,9 @@ def _live(labels: Mapping[str, str], state: Mapping[str, Any] | None) -> Iterato
     yield family("trajectories", "Undelivered trajectories, and those of them that are done.", by_state, "state")
     yield single("push_open", "Whether a push has begun and not ended.", state["push_open"])
     yield single(
-        "closed", "Whether rounds are refused: push, released memory, failed weights, shutdown.", bool(state["closed"])
+        "closed",
+        "Whether rounds are refused: push, released memory, failed or unnamed weights, shutdown.",
+        bool(state["closed"]),
     )
     yield single("policy_version", "Policy version of the weights.", state["policy_version"])
     if journal := state["journal"]:

@@ -1,6 +1,6 @@
 """Checkpoints of a run: the trainer's files and the state of the loop.
 
-    SAVE/run.json                  the run's name at the engine, and the base of its policy versions
+    SAVE/run.json                  the run's name at the engine, and the bases of its policy versions
     SAVE/extended.json             prompts that rounds since the last checkpoint were extended by
     SAVE/checkpoints/step-000007/  trainer/… and state.json
 
@@ -53,19 +53,23 @@ class Checkpoints:
     def run_name(self, prefix: str) -> str:
         """The run's unique name, which begins with `prefix`; a restart does not change it."""
         if not self._run.exists():
-            _write_atomically(self._run, json.dumps({"run": f"{prefix}-{uuid.uuid4().hex[:8]}", "base_version": 0}))
+            name = f"{prefix}-{uuid.uuid4().hex[:8]}"
+            _write_atomically(self._run, json.dumps({"run": name, "base_versions": [[0, 0]]}))
         return str(json.loads(self._run.read_text())["run"])
 
-    @property
-    def base_version(self) -> int:
-        """The engines' policy version minus completed steps; 0 before the first push."""
-        return int(json.loads(self._run.read_text())["base_version"])
+    def base_version(self, step: int) -> int:
+        """The engines' policy version minus completed steps, after this step; 0 before the first push."""
+        bases = json.loads(self._run.read_text())["base_versions"]
+        return int(next(base for first, base in reversed(bases) if first <= step))
 
-    def set_base_version(self, version: int) -> None:
-        """Store it, before any round under it."""
+    def set_base_version(self, step: int, version: int) -> None:
+        """Store it, before any round under it. Earlier steps, which a resumed run repeats, keep theirs."""
         fields = json.loads(self._run.read_text())
-        if fields["base_version"] != version:
-            _write_atomically(self._run, json.dumps(fields | {"base_version": version}))
+        bases = [[first, base] for first, base in fields["base_versions"] if first <= step]
+        if bases[-1][1] != version:
+            bases.append([step, version])
+        if bases != fields["base_versions"]:
+            _write_atomically(self._run, json.dumps(fields | {"base_versions": bases}))
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, in ascending order."""

@@ -17,7 +17,7 @@ The proximal policy π_old is:
 - `behaviour`: μ, so that r is relative to the policy that drew the token; no extra cost.
 - `trainer`: a forward of the trainer before the first update of the step.
 - `engine`: the engine's recompute under the trainer's version, or the logprob with which this version drew the token;
-  a forward of the trainer for tokens with neither.
+  a forward of the trainer for tokens with neither, which with `kv: keep` are nearly all old ones.
 - `loglinear`: log μ + α(log π − log μ), α = age / (age + 1); no extra cost. AReaL, arXiv 2512.06547.
 """
 

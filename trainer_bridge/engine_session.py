@@ -1,8 +1,10 @@
 """Keeps the engines at the trainer's weights, also after an engine or the trainer was lost.
 
-The policy version of the engines is `base_version` + completed steps. Engines ahead of the trainer are not pushed to:
+The policy version of the engines is `base_version` + completed steps. A push that repeats a step's weights under a
+greater version raises the base from this step on. Engines ahead of the trainer are not pushed to:
 the trainer has been restarted from a checkpoint and repeats rounds that they have already answered. Kept replies need
-no weights, so this also works in the middle of a push, and after a restart that left the version unnamed.
+no weights, so this also works in the middle of a push, and after a restart or a release of memory that left the version
+without weights.
 """
 
 from collections.abc import Callable
@@ -53,7 +55,7 @@ class EngineSession:
     @property
     def version(self) -> int:
         """The policy version of the trainer's weights."""
-        return self._store.base_version + self.step
+        return self._store.base_version(self.step) + self.step
 
     def call(self, function: Callable[[], T], warn: Callable[[str], None], *, reconnect_first: bool = False) -> T:
         """The value of `function`. If the engine is lost, reconnect, push the weights, and call it again.
@@ -81,9 +83,9 @@ class EngineSession:
         if self._synced_step == self.step:
             return
         states = [engine.client.state() for engine in self._engines.each]
-        base, target = self._store.base_version, self.version
+        base, target = self._store.base_version(self.step), self.version
         versions = [int(state["policy_version"]) for state in states]
-        unnamed = ["name the version" in state["closed"] for state in states]
+        unnamed = [bool(state["unnamed"]) for state in states]
         if not base or not self._knows_run or any(version < target for version in versions):
             self._push(target if base and all(map(target.__gt__, versions)) else None)
         elif all(name and version == target for name, version in zip(unnamed, versions, strict=True)):
@@ -93,7 +95,7 @@ class EngineSession:
         self._synced_step = self.step
 
     def _push(self, version: int | None) -> None:
-        self._store.set_base_version(self._trainer.push(version).version - self.step)
+        self._store.set_base_version(self.step, self._trainer.push(version).version - self.step)
         self._knows_run = True
 
     def _next_round_is_answered(self) -> bool:
@@ -113,8 +115,11 @@ class EngineSession:
 
     def _reconnect(self) -> None:
         """Wait for the engines, connect the trainer to them, and check what they have of the run."""
-        self.reconnected = self._store.base_version > 0  # a new run has had no round
+        self.reconnected = self._store.base_version(self.step) > 0  # a new run has had no round
         self._engines.wait_until_ready()
+        if self._config.colocate:  # an engine may still have released its memory, for a trainer that was killed
+            self._engines.resume("weights")
+            self._engines.resume("kv_cache", "cuda_graph")
         engines = self._engines.each
         clients = [engine.client for engine in engines]
         self._trainer.connect([engine.url for engine in engines], self._config.transport, self._config.api_key)
@@ -149,4 +154,4 @@ def _has_round(client: AprilClient, round_id: str) -> bool:
 
 def _needs_push(state: dict[str, Any]) -> bool:
     """Whether the engine refuses rounds until it gets weights: after half a push, or a restart from its journal."""
-    return bool(state["push_open"]) or (bool(state["closed"]) and not state["closed"].startswith("memory is released"))
+    return bool(state["push_open"] or state["failed"] or state["unnamed"])

@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from msgspec import structs
+
 from sglang_april.client import AprilError
 from trainer_bridge.agent_rollout import AgentRollouts
 from trainer_bridge.checkpoints import Checkpoints, LoopState
@@ -58,7 +60,9 @@ class TrainingLoop:
         check(config)
         if trainer is None:
             check_model(config)
-        self.config = config
+        # Ray's actors have other working folders than this process.
+        save, model = Path(config.save).absolute(), Path(config.hf_checkpoint).absolute()
+        self.config = config = structs.replace(config, save=str(save), hf_checkpoint=str(model))
         folder = Path(config.save)
         self.store = Checkpoints(folder, config.keep_checkpoints)
         self.run_name = self.store.run_name(config.run)

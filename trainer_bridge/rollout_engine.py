@@ -65,6 +65,7 @@ class RolloutEngine:
         self._config, self._number, self._log = config, number, folder / f"{name}.log"
         self._journal, self._note = folder / f"{name}.journal", note
         self._was_ready, self._ended = False, threading.Event()
+        self._starting_or_ending = threading.Lock()
         self.process: ServerProcess | None = None
         """None for an external server."""
         if url is None:
@@ -85,9 +86,10 @@ class RolloutEngine:
         """
         process, timeout = self.process, self._config.server_start_timeout
         logged = self._log.stat().st_size if self._log.exists() else 0
-        if process is not None and not process.alive:
-            self._note(f"starting a server at {self.url}; log: {self._log}")
-            process.start(self._command(), self.url, self._log)
+        with self._starting_or_ending:
+            if process is not None and not process.alive and not self._ended.is_set():
+                self._note(f"starting a server at {self.url}; log: {self._log}")
+                process.start(self._command(), self.url, self._log)
         began = noted = time.monotonic()
         while (now := time.monotonic()) < began + timeout and not self._ended.is_set():
             if process is not None and not process.alive:
@@ -107,8 +109,16 @@ class RolloutEngine:
         raise EngineGoneError(f"no server at {self.url} became ready within {timeout:g} s (server_start_timeout)")
 
     def release(self) -> None:
-        """Release weights and KV pool; the server evacuates partials first (`evacuate-before-clear`)."""
-        self._post("/release_memory_occupation", {})
+        """Release weights and KV pool; the server evacuates partials first (`evacuate-before-clear`).
+
+        The next round may be open already: a trainer that resumes repeats the steps since its last checkpoint, and a
+        restarted server has reopened its round. Memory can be released beside an open round only under a pause.
+        """
+        self._post("/pause_generation", {"mode": "retract"})
+        try:
+            self._post("/release_memory_occupation", {})
+        finally:
+            self._post("/continue_generation", {})
 
     def resume(self, *tags: str) -> None:
         """Allocate `weights`, or `kv_cache` and `cuda_graph`, again.
@@ -132,7 +142,8 @@ class RolloutEngine:
         waits = threading.Timer(NOTE_S, self._note, [f"the server at {self.url} stores its KV; log: {self._log}"])
         waits.start()
         try:
-            self.process.end()
+            with self._starting_or_ending:
+                self.process.end()
         finally:
             waits.cancel()
 
@@ -153,7 +164,7 @@ class RolloutEngine:
         if config.engines > 1:
             command.append(f"--april-servers-per-machine={config.engines}")
         command += config.server_flags
-        if config.server_journal and not any(flag.startswith("--april-journal") for flag in config.server_flags):
+        if config.server_journal and not any(flag.split("=")[0] == "--april-journal" for flag in config.server_flags):
             command.append(f"--april-journal={self._journal}")
         if config.api_key:
             command.append(f"--api-key={config.api_key}")

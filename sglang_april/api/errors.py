@@ -4,6 +4,8 @@ MAX_TEXT = 500
 JOURNAL = "journal"
 """The field of a 500 for what the scheduler has done but the journal can never hold, and of a 503 for a round whose
 answer waits until the journal can be written again."""
+SHUTDOWN = "shutdown"
+"""The field of a 503 while the server ends. Clients take it for a lost server: a restart may continue the round."""
 
 
 class RequestError(Exception):

@@ -129,7 +129,7 @@ class Restored(msgspec.Struct, tag=True):
 
 
 class Named(msgspec.Struct, tag=True):
-    """After a restart, the policy version has been named: reopened rounds may run."""
+    """The engine has the weights of a named policy version again: open rounds may run."""
 
     version: int
 

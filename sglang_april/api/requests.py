@@ -47,7 +47,7 @@ class SamplingBody(Body):
     min_p: Fraction | UnsetType | None = UNSET
     frequency_penalty: Penalty | UnsetType | None = UNSET
     presence_penalty: Penalty | UnsetType | None = UNSET
-    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | UnsetType | None = UNSET
+    repetition_penalty: Annotated[float, Meta(ge=1e-30, le=2)] | UnsetType | None = UNSET
     json_schema: str | UnsetType | None = UNSET
     regex: str | UnsetType | None = UNSET
     ebnf: str | UnsetType | None = UNSET

@@ -22,6 +22,9 @@ ATTACHED = "\0attached "
 LEGS = ATTACHED + "\0"
 """Begins the names of the runs of legs, which are attached requests; no caller can name one."""
 
+MAX_RUNS = 2**10
+"""Runs of which something is remembered that no caller deletes."""
+
 Unit = Literal["group", "sample", "trajectory"]
 KvPolicy = Literal["keep", "recompute", "auto"]
 Provenance = Literal["fresh", "kept", "recomputed"]

@@ -1,7 +1,6 @@
 """Every call of the client, independent of the transport: its requests, how its answer is read, and the errors."""
 
 import logging
-import time
 import uuid
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,16 +11,12 @@ import httpx
 import msgspec
 
 from sglang_april import PROTOCOL, __version__
+from sglang_april.api.errors import JOURNAL, SHUTDOWN
 from sglang_april.client.types import RecordedTrajectory, RolloutReply, read_reply, read_trajectory
 
 MSGPACK = {"content-type": "application/msgpack", "accept": "application/msgpack"}
 T = TypeVar("T")
 log = logging.getLogger("sglang_april")
-
-REPEATABLE = ("/april/rollout", "/april/drop", "/april/trajectories/done")
-REPEATABLE_OF_A_ROUND = ("/stop", "/judge", "/extend", "/ack", "/done")
-"""Routes whose effect is the same if a request arrives twice."""
-RETRY_INTERVAL_S = 0.5
 
 Exchange = Generator[httpx.Request, httpx.Response, T]
 """A call as a generator: it yields requests, is sent their responses, and returns the result."""
@@ -40,7 +35,8 @@ class NotPatchedError(AprilError):
 
 
 class ServerLostError(AprilError):
-    """The server cannot be reached, or the connection failed before its answer was complete. `status` is 0."""
+    """The server cannot be reached, is shutting down (`status` 503), or the connection failed before its answer was
+    complete (`status` 0)."""
 
 
 class PushLeftOpenError(RuntimeError):
@@ -51,7 +47,7 @@ class Calls:
     """One generator per call. `AprilClient` and `AsyncAprilClient` run them on their transports."""
 
     def __init__(self, url: str, api_key: str | None, retry_s: float) -> None:
-        self._url, self._retry_s = with_scheme(url).rstrip("/"), retry_s
+        self.url, self.retry_s = with_scheme(url).rstrip("/"), retry_s
         self._headers = {**MSGPACK, **({"authorization": f"Bearer {api_key}"} if api_key else {})}
         self._checked = False
 
@@ -63,7 +59,7 @@ class Calls:
 
         Raises:
             AprilError: the server refused the round.
-            ServerLostError: the connection was lost; the message contains the `round_id`.
+            ServerLostError: the server was lost, or is shutting down; the message contains the `round_id`.
         """
         body = with_round_id(body)
         while True:
@@ -136,6 +132,10 @@ class Calls:
         """`GET /april/state`."""
         return (yield from self._call("GET", "/april/state"))
 
+    def check(self) -> Exchange[dict[str, Any]]:
+        """Verify every stored page on every rank, and the pool accounting: `ok` and `problem`."""
+        return (yield from self._call("GET", "/april/check"))
+
     def partials(self, run: str | None = None) -> Exchange[dict[str, Any]]:
         """The suspended samples of a run, or of all runs, and the groups that have not begun."""
         return (yield from self._call("GET", "/april/partials", run=run))
@@ -147,31 +147,6 @@ class Calls:
     def ack_audit(self) -> Exchange[dict[str, Any]]:
         """Acknowledge the audit's findings, so that rounds may open again."""
         return (yield from self._call("POST", "/april/audit/ack", {}))
-
-    # --- lost connections
-
-    def retry_after(self, request: httpx.Request, error: httpx.TransportError, began: float) -> float:
-        """Seconds to wait before `request`, first sent at `began` (monotonic), is sent again.
-
-        Raises:
-            ServerLostError: it is not repeated: `retry_s` is over, or its effect would happen twice.
-        """
-        if (
-            request.url.path in REPEATABLE
-            or request.method == "GET"
-            or request.url.path.endswith(REPEATABLE_OF_A_ROUND)
-        ):
-            left = began + self._retry_s - time.monotonic()
-            if left > 0:
-                return min(RETRY_INTERVAL_S, left)
-        raise self.lost(request, error) from None  # the message names the cause; httpx adds sixty lines to a traceback
-
-    def lost(self, request: httpx.Request, error: httpx.TransportError) -> ServerLostError:
-        """The error of a request whose connection was lost."""
-        what = f"no answer to {request.method} {request.url.path} ({type(error).__name__}: {str(error) or 'no detail'})"
-        if round_id := request.extensions.get("round_id"):
-            what += f"; the round may still run: repeat the call with round_id={round_id!r}, which continues it"
-        return ServerLostError(0, "server", f"{self._url}: {what}")
 
     # --- parts of calls
 
@@ -205,14 +180,14 @@ class Calls:
         response = yield self._request("GET", "/april/state")
         if response.status_code == 404:
             reason = "the server runs SGLang without sglang-april; launch it with python -m sglang_april.launch_server"
-            raise NotPatchedError(404, "server", f"{self._url}: {reason}")
+            raise NotPatchedError(404, "server", f"{self.url}: {reason}")
         hooks = self.content(response)["http"]["hooks"]
         if not hooks:
-            raise NotPatchedError(500, "server", f"{self._url}: the server runs SGLang without the plugin's hooks")
+            raise NotPatchedError(500, "server", f"{self.url}: the server runs SGLang without the plugin's hooks")
         if hooks.get("protocol") != PROTOCOL:
             versions = f"the server has sglang-april {hooks.get('april')} (protocol {hooks.get('protocol')})"
             raise NotPatchedError(
-                500, "server", f"{self._url}: {versions}, the client {__version__} (protocol {PROTOCOL})"
+                500, "server", f"{self.url}: {versions}, the client {__version__} (protocol {PROTOCOL})"
             )
         self._checked = True
 
@@ -227,7 +202,7 @@ class Calls:
         extensions = {"round_id": body["round_id"]} if body and "round_id" in body else {}
         return httpx.Request(
             method,
-            self._url + path,
+            self.url + path,
             params=given or None,
             content=content,
             headers=self._headers,
@@ -251,7 +226,27 @@ class Calls:
         error = content.get("error") if isinstance(content, dict) else None
         if not isinstance(error, dict):
             error = {"field": "server", "reason": str(error or response.text[:200] or response.reason_phrase)}
-        raise AprilError(response.status_code, error.get("field", "server"), error.get("reason", str(error)))
+        raise as_error(response.status_code, error)
+
+    def check_not_shutting_down(self, response: httpx.Response) -> None:
+        """Whatever else the response says, the server that sent it goes on.
+
+        Raises:
+            ServerLostError: it is shutting down.
+        """
+        try:
+            self.content(response)
+        except ServerLostError:
+            raise
+        except AprilError:
+            return
+
+
+def as_error(status: int, error: Mapping[str, Any]) -> AprilError:
+    """The exception for an error reply, or for the error event of a stream."""
+    field, reason = error.get("field", "server"), error.get("reason", str(error))
+    lost = (status, field) == (503, SHUTDOWN)
+    return (ServerLostError if lost else AprilError)(status, field, reason)
 
 
 def with_scheme(url: str) -> str:
@@ -266,7 +261,7 @@ def with_round_id(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def waits_for_journal(error: AprilError) -> bool:
     """Whether the round continues and its answer waits until the server's journal can be written; logs why."""
-    waits = (error.status, error.field) == (503, "journal")
+    waits = (error.status, error.field) == (503, JOURNAL)
     if waits:
         log.warning("still waiting: %s", error.reason)
     return waits

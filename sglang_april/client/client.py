@@ -21,6 +21,7 @@ import httpx
 
 from sglang_april.client.calls import Calls, Exchange, T, push_stays_open
 from sglang_april.client.keep_alive import with_keep_alive
+from sglang_april.client.retries import LOST, Retries
 from sglang_april.client.streamed_round import StreamedRound, event
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 
@@ -61,8 +62,9 @@ class AprilClient:
         api_key: sent as a bearer token.
         timeout: seconds that connecting may take. Answers have no time limit, because a round may be long. A machine
             that no longer answers TCP keep-alive probes counts as lost after a minute (`keep_alive.py`).
-        retry_s: seconds for which a call whose connection is lost is repeated, unless its effect could happen twice.
-            With a journal, a round thus survives a restart of the server. 0: every lost connection is an error.
+        retry_s: seconds after the loss of a connection, or a refusal by a server that is shutting down, for which the
+            call is repeated, unless its effect could happen twice. With a journal, a round thus survives a restart of
+            the server. 0: both are errors at once.
         options: of `httpx.Client`.
     """
 
@@ -92,12 +94,17 @@ class AprilClient:
             return done.value
 
     def _send(self, request: httpx.Request, *, stream: bool = False) -> httpx.Response:
-        began = time.monotonic()
+        retries = Retries(self._calls, request)
         while True:
+            retries.sending()
             try:
-                return self._http.send(request, stream=stream)
-            except httpx.TransportError as error:
-                time.sleep(self._calls.retry_after(request, error, began))
+                response = self._http.send(request, stream=stream)
+                if not response.is_success:
+                    response.read()
+                    self._calls.check_not_shutting_down(response)
+                return response
+            except LOST as error:
+                time.sleep(retries.wait_s(error))
 
     rollout = _blocking(Calls.rollout)
     get_round = _blocking(Calls.get_round)
@@ -110,6 +117,7 @@ class AprilClient:
     push_begin = _blocking(Calls.push_begin)
     push_end = _blocking(Calls.push_end)
     state = _blocking(Calls.state)
+    check = _blocking(Calls.check)
     partials = _blocking(Calls.partials)
     drop = _blocking(Calls.drop)
     ack_audit = _blocking(Calls.ack_audit)
@@ -128,8 +136,6 @@ class AprilClient:
     def _open_stream(self, request: httpx.Request) -> httpx.Response:
         while True:
             response = self._send(request, stream=True)
-            if not response.is_success:
-                response.read()
             if self._calls.is_open(response):
                 return response
 
@@ -142,8 +148,8 @@ class AprilClient:
                         if (received := event(line)) and (new := streamed.new(received)):
                             yield new
                 return
-            except httpx.TransportError as error:
-                time.sleep(self._calls.retry_after(request, error, time.monotonic()))
+            except LOST as error:
+                time.sleep(Retries(self._calls, request).wait_s(error))
             response = self._open_stream(request)
 
     @contextmanager
@@ -184,12 +190,17 @@ class AsyncAprilClient:
             return done.value
 
     async def _send(self, request: httpx.Request, *, stream: bool = False) -> httpx.Response:
-        began = time.monotonic()
+        retries = Retries(self._calls, request)
         while True:
+            retries.sending()
             try:
-                return await self._http.send(request, stream=stream)
-            except httpx.TransportError as error:
-                await asyncio.sleep(self._calls.retry_after(request, error, began))
+                response = await self._http.send(request, stream=stream)
+                if not response.is_success:
+                    await response.aread()
+                    self._calls.check_not_shutting_down(response)
+                return response
+            except LOST as error:
+                await asyncio.sleep(retries.wait_s(error))
 
     rollout = _awaitable(Calls.rollout)
     get_round = _awaitable(Calls.get_round)
@@ -202,6 +213,7 @@ class AsyncAprilClient:
     push_begin = _awaitable(Calls.push_begin)
     push_end = _awaitable(Calls.push_end)
     state = _awaitable(Calls.state)
+    check = _awaitable(Calls.check)
     partials = _awaitable(Calls.partials)
     drop = _awaitable(Calls.drop)
     ack_audit = _awaitable(Calls.ack_audit)
@@ -213,16 +225,14 @@ class AsyncAprilClient:
         while True:
             response = await self._send(request, stream=True)
             try:
-                if not response.is_success:
-                    await response.aread()
                 if not self._calls.is_open(response):
                     continue
                 async for line in response.aiter_lines():
                     if (received := event(line)) and (new := streamed.new(received)):
                         yield new
                 return
-            except httpx.TransportError as error:
-                await asyncio.sleep(self._calls.retry_after(request, error, time.monotonic()))
+            except LOST as error:
+                await asyncio.sleep(Retries(self._calls, request).wait_s(error))
             finally:
                 await response.aclose()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_april.client.calls import AprilError
+from sglang_april.client.calls import as_error
 from sglang_april.client.types import RolloutGroup, RolloutSample, RolloutSummary, read_event
 
 log = logging.getLogger("sglang_april")
@@ -24,7 +24,7 @@ def event(line: str) -> RolloutGroup | RolloutSummary | None:
     """
     fields = msgspec.json.decode(line)
     if fields["event"] == "error":
-        raise AprilError(500, fields["error"]["field"], fields["error"]["reason"])
+        raise as_error(fields.get("status", 500), fields["error"])
     if fields["event"] == "waiting":
         log.warning("still waiting: %s", fields["reason"])
         return None

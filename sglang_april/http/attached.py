@@ -7,6 +7,7 @@ before SGLang had a token of it.
 import asyncio
 import logging
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -18,13 +19,16 @@ logger = logging.getLogger("sglang_april")
 UNTAKEN = 2**12
 """Maximum number of descriptions kept for requests whose callers have disconnected."""
 LIMIT_S = 10.0
-"""Longest wait of an answer for its description, in seconds; the scheduler sends it in the same step."""
+"""Longest wait of an answer for its description, in seconds. The scheduler sends it in the same step; that of a leg
+follows the leg's record."""
 
 
 class AttachedRequests:
     """Descriptions by `rid`. They and the answers arrive through different processes, in any order."""
 
-    def __init__(self) -> None:
+    def __init__(self, journal_fault: Callable[[], str] = lambda: "") -> None:
+        """`journal_fault`: why the journal cannot be written now, or an empty string."""
+        self._journal_fault = journal_fault
         self._ended: OrderedDict[str, EndedRequest] = OrderedDict()
         self._waiting: dict[str, asyncio.Future[EndedRequest]] = {}
         self._warned = False
@@ -43,10 +47,13 @@ class AttachedRequests:
         """A request is sent: what is known of an earlier one with its `rid` does not describe it."""
         self._ended.pop(rid, None)
 
-    async def description(self, rid: str) -> dict[str, Any]:
-        """`spans`, `staleness` and `policy_version` of an answered request; empty if the scheduler never had it."""
+    async def description(self, rid: str, *, leg: bool = False) -> dict[str, Any]:
+        """`spans`, `staleness` and `policy_version` of an answered request; empty if the scheduler never had it.
+
+        A leg's answer waits as long as the journal cannot be written (`journal-before-reply`).
+        """
         try:
-            ended = self._ended.pop(rid, None) or await self._next(rid)
+            ended = self._ended.pop(rid, None) or await self._next(rid, leg)
         except TimeoutError:
             if not self._warned:
                 self._warned = True
@@ -59,10 +66,13 @@ class AttachedRequests:
             return {}
         return _fields(ended)
 
-    async def _next(self, rid: str) -> EndedRequest:
+    async def _next(self, rid: str, leg: bool) -> EndedRequest:
         future = self._waiting[rid] = asyncio.get_running_loop().create_future()
         try:
-            return await asyncio.wait_for(future, LIMIT_S)
+            while not (await asyncio.wait((future,), timeout=LIMIT_S))[0]:
+                if not (leg and self._journal_fault()):
+                    raise TimeoutError
+            return future.result()
         finally:
             self._waiting.pop(rid, None)
 

@@ -66,9 +66,9 @@ class Candidate:
         again = np.array(rescored, np.float64)[self.positions - self.positions[0]]
         differences = np.nan_to_num(np.abs(drawn - again), nan=np.inf)
         width = min(WINDOW, len(differences))
-        means = [float(differences[i : i + width].mean()) for i in range(len(differences) - width + 1)]
+        means = np.lib.stride_tricks.sliding_window_view(differences, width).mean(axis=1)
         worst = int(np.argmax(means))
-        return means[worst], int(self.positions[worst])
+        return float(means[worst]), int(self.positions[worst])
 
 
 def candidate_of(sample: messages.FinishedSample, prompt: messages.Prompt, longest: int) -> Candidate | str:

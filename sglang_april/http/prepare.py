@@ -128,7 +128,12 @@ class RequestBuilder:
             raise bad(new_field, reason)
 
     def _check_top_logprobs(self, prompt: PromptBody, raw: bytes, params: Params, field: str) -> None:
-        """Refuse a sample whose top logprobs would not fit into a row of the journal, also without a journal."""
+        """Refuse more top logprobs than there are tokens, with which SGLang's scheduler would end.
+
+        Those of a sample must fit into a row of the journal, also without a journal.
+        """
+        if prompt.top_logprobs_num > (vocab := self._server.vocab_size):
+            raise bad(field, f"{prompt.top_logprobs_num} is more than the vocabulary of {vocab} tokens")
         tokens = params.get("max_new_tokens", self._server.context_len - len(raw) // 4)
         if prompt.top_logprobs_num * tokens > MAX_TOP_LOGPROBS:
             reason = f"{prompt.top_logprobs_num} for each of {tokens} new tokens are more than {MAX_TOP_LOGPROBS}"

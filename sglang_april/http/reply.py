@@ -27,6 +27,9 @@ TRUNCATED = (
     "logprobs are those of the distribution before top_k, top_p and min_p; the tokens were drawn from a narrower one"
 )
 
+BYTES_PER_REPLY = 2**13
+"""What a reply takes without its groups: the record of the round, statistics, carry."""
+
 _json = msgspec.json.Encoder()
 _msgpack = msgspec.msgpack.Encoder()
 
@@ -69,7 +72,7 @@ class Reply:
         stats["carried_length"] = _distribution(np.frombuffer(ended.carried_lengths, "<i4"))
         if any(part.prompt.truncates for part in parts):
             stats["warnings"] = [*stats.get("warnings", ()), TRUNCATED]
-        nbytes = sum(size_of(part) for part in parts)
+        nbytes = BYTES_PER_REPLY + sum(size_of(part) for part in parts)
         nbytes += sum(record.nbytes for record in trajectories or ())
         return cls(
             ended.round_id,

@@ -57,7 +57,7 @@ class RestoredState:
             case messages.JournalFault():
                 self.fault = message.reason
             case messages.Named():
-                self._lock.unblock("restart", self._rounds.open_ids())
+                self._lock.unblock("unnamed", self._rounds.open_ids())
             case messages.Restored():
                 self._restore(message)
 
@@ -73,9 +73,9 @@ class RestoredState:
         self._trajectories.restore(message.trajectories)
         self._preview_unjudged(message)
         self._rounds.mark_gone(message.gone)
-        self._lock.block("restart")
+        self._lock.block("unnamed")
         if not message.unnamed:
-            self._lock.unblock("restart", self._rounds.open_ids())
+            self._lock.unblock("unnamed", self._rounds.open_ids())
         self._replay = asyncio.ensure_future(self._restore_replies(message.replies))
 
     def _preview_unjudged(self, message: messages.Restored) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from sglang_april.api.errors import RequestError
 from sglang_april.api.messages import FinishedSample, RoundSpec
+from sglang_april.api.types import MAX_RUNS
 from sglang_april.http.completed_groups import CompletedGroups, GroupSlice
 from sglang_april.http.reply import Reply
 
@@ -162,9 +163,12 @@ class RoundRegistry:
     # --- from request to reply
 
     def refuse(self, round_: RoundRecord, error: RequestError) -> None:
-        """Remove a round that could not be opened."""
-        del self._rounds[round_.id]
-        del self._open_of_run[round_.run]
+        """Remove a round that could not be opened.
+
+        It may have ended before the journal refused it; then it is no longer the open one of its run.
+        """
+        if round_.state != "ended":
+            del self._rounds[round_.id], self._open_of_run[round_.run]
         round_.opened.set_exception(error)
         round_.notify()
 
@@ -233,7 +237,7 @@ class RoundRegistry:
         return round_
 
     def _trim(self) -> None:
-        """Remove replies beyond the last few of their run, and then, beyond the memory, the oldest of all.
+        """Remove replies beyond the last few of their run or of 1,024 other runs; beyond the memory, the oldest of all.
 
         Replies that no connection has received are removed last; the newest one stays. Protected ones count towards a
         separate limit.
@@ -244,7 +248,7 @@ class RoundRegistry:
             count = newer[round_.run] = newer.get(round_.run, 0) + 1
             if not round_.protected:
                 rest.append(round_)
-                if count > self._per_run:
+                if count > self._per_run or len(newer) > MAX_RUNS:
                     self._remove(rest.pop())
         total = sum(round_.reply.result().nbytes for round_ in rest)
         for round_ in sorted(rest[:0:-1], key=lambda r: not r.reply.result().received):

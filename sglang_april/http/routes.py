@@ -263,7 +263,7 @@ async def _events(april: AprilService, round_: RoundRecord, previews: bool) -> A
     try:
         reply = round_.reply.result()
     except RequestError as refused:
-        yield msgspec.json.encode({"event": "error", **refused.body()}) + b"\n"
+        yield msgspec.json.encode({"event": "error", "status": refused.status, **refused.body()}) + b"\n"
         return
     previewed = {key for part in round_.events[:shown] for key in part.keys}
     for part in reply.parts:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from sglang_april.api import messages, requests
-from sglang_april.api.errors import JOURNAL, RequestError, fault
+from sglang_april.api.errors import JOURNAL, SHUTDOWN, RequestError, fault
 from sglang_april.config import AprilConfig
 from sglang_april.http.attached import AttachedRequests
 from sglang_april.http.audit import Audit
@@ -49,7 +49,7 @@ class AprilService:
         self.completed_groups = CompletedGroups(self._decode)
         self.rounds = RoundRegistry(config.replies, config.reply_bytes, self._reply_deleted)
         self.hook_report: dict[str, Any] = {}
-        self.attached = AttachedRequests()
+        self.attached = AttachedRequests(lambda: self.restored_state.fault)
         self.trajectories = TrajectoryRecords()
         self.released: set[str] = set()
         """SGLang's tags of memory that is released now."""
@@ -92,16 +92,20 @@ class AprilService:
             RequestError: 503 if no round may open; as for `RoundRegistry.admit`; or the request cannot be served.
         """
         await self.restored_state.ready()
-        if (reason := self.closing or self.restored_state.fault) and not self.rounds.contains(body.round_id):
-            raise RequestError(503, "", reason)
-        if (reason := self.audit.refusal) and not self.rounds.contains(body.round_id):
-            raise RequestError(503, "audit", reason)
+        if not self.rounds.contains(body.round_id):
+            self._check_accepts_rounds()
         spec = round_spec(body, body.round_id or uuid.uuid4().hex, fingerprint, self.config)
         round_, new = self.rounds.admit(RoundRecord(spec))
         if new:
             self._background.start(self._open(round_, body))
         await self.wait(round_, round_.opened)
         return round_
+
+    def _check_accepts_rounds(self) -> None:
+        reasons = {SHUTDOWN: self.closing, "": self.restored_state.fault, "audit": self.audit.refusal}
+        for field, reason in reasons.items():
+            if reason:
+                raise RequestError(503, field, reason)
 
     async def wait(self, round_: RoundRecord, answer: "asyncio.Future[T]") -> T:
         """Wait for `opened` or `reply` of a round, which a cancelled call does not end.
@@ -169,9 +173,14 @@ class AprilService:
         return {**answer.data, "audit": self.audit.state(), "http": http}
 
     async def released_memory(self) -> list[str]:
-        """SGLang's tags of memory that the scheduler has released."""
-        answer = await self.rpc.call(messages.GetState(self.rpc.number(), brief=True))
-        return list(answer.data["released"])
+        """SGLang's tags of memory that the scheduler has released.
+
+        If weights were lost by that, a weight call must not wait for a round that waits for it.
+        """
+        brief = (await self.rpc.call(messages.GetState(self.rpc.number(), brief=True))).data
+        if brief["unnamed"]:
+            self.weight_lock.block("unnamed")
+        return list(brief["released"])
 
     async def partials(self, run: str | None) -> dict[str, Any]:
         """The suspended samples of a run, or of all."""

@@ -3,7 +3,7 @@
 import asyncio
 
 from sglang_april.api import messages
-from sglang_april.api.errors import RequestError
+from sglang_april.api.errors import SHUTDOWN, RequestError
 from sglang_april.http.service import AprilService
 
 POLL_S = 0.05
@@ -30,4 +30,4 @@ def _end_rounds(april: AprilService, reason: str) -> None:
     """Fail open rounds with 503; rounds whose reply was fixed before keep it."""
     for round_ in [r for r in april.rounds.open if r.state == "open"]:
         april.rounds.mark_ended(round_)
-        april.rounds.fail(round_, RequestError(503, "server", reason))
+        april.rounds.fail(round_, RequestError(503, SHUTDOWN, reason))

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_april.api import messages
-from sglang_april.api.errors import RequestError
+from sglang_april.api.errors import SHUTDOWN, RequestError
 from sglang_april.api.messages import Prompt
 from sglang_april.scheduler import report
 from sglang_april.scheduler.attached import Attached
@@ -88,7 +88,7 @@ class Commands:
     def _open(self, cmd: messages.OpenRound) -> dict[str, Any]:
         c = self._c
         if reason := c.closed():
-            raise RequestError(503, "", reason)
+            raise RequestError(503, SHUTDOWN if c.closing else "", reason)
         spec = cmd.spec
         if spec.trajectories:
             return self._trajectories.open(spec)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sglang_april.api import messages
-from sglang_april.api.types import LEGS
+from sglang_april.api.types import LEGS, MAX_RUNS
 from sglang_april.kv.kv_pages import CopyTier
 from sglang_april.recovery.journal_snapshot import SnapshotGroup
 from sglang_april.scheduler.decisions import Decisions
@@ -49,7 +49,7 @@ class Context:
     attached_kv: messages.KvPolicy = "auto"
     """KV policy of attached requests of a run that has opened no round."""
     kv_of_run: dict[str, messages.KvPolicy] = field(default_factory=dict)
-    """KV policy of the latest round of each run, by the name that callers give it."""
+    """KV policy of the latest round of each run, by the name that callers give it; the latest run is the last."""
     audited: bool = False
     """Whether the HTTP process audits samples, attached requests included."""
     tuned: messages.Tuned | None = None
@@ -112,7 +112,10 @@ class Context:
 
         Legs follow a round of trajectories only, once there has been one.
         """
+        self.kv_of_run.pop(spec.run, None)
         self.kv_of_run[spec.run] = spec.kv
+        if len(self.kv_of_run) > MAX_RUNS:
+            del self.kv_of_run[next(iter(self.kv_of_run))]
         requests, known = self.ledger.runs.get(ATTACHED + spec.run), self.trajectories.get(spec.run)
         if requests is not None:
             requests.kv = spec.kv

@@ -114,6 +114,10 @@ class Controller:
         self.context.recorder.commit()
         return problem
 
+    def weights_lost(self) -> None:
+        """A release of memory has dropped the weights."""
+        self._pushes.weights_lost()
+
     def freeze(self) -> None:
         """Begin a pause: no rollout sample takes a step until `thaw`."""
         self._pushes.freeze()

@@ -8,6 +8,7 @@ from collections.abc import Container, Iterable, Iterator
 
 from sglang_april.api.errors import RequestError
 from sglang_april.api.messages import Delivery, Prompt
+from sglang_april.api.types import MAX_RUNS
 from sglang_april.recovery.journal_snapshot import JournalSnapshot, SnapshotGroup
 from sglang_april.scheduler.state import (
     ATTACHED,
@@ -24,8 +25,6 @@ from sglang_april.scheduler.trajectories import Leg
 
 MAX_IDS = 2**16
 """Prompt ids of a run whose next incarnation is remembered."""
-MAX_RUNS = 2**10
-"""Maximum number of idle runs that are remembered."""
 
 Forgotten = tuple[str, list[str] | None, int]
 """(run, prompt ids or None for all of the run, next incarnation of ids that are not remembered)."""

@@ -7,6 +7,7 @@ from sglang_april.api.errors import RequestError
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.round_end import RoundEnd
 from sglang_april.scheduler.suspend import Suspender
+from sglang_april.scheduler.version_clock import UNNAMED
 
 
 class Interrupter:
@@ -64,8 +65,8 @@ class Interrupter:
         c = self._c
         c.trace(f"version {c.clock.version}")
         c.recorder.version(c.clock.version)
-        if c.clock.unnamed:
-            c.clock.unnamed = False
+        if c.clock.without_weights:
+            c.clock.unnamed = c.clock.lost = False
             c.recorder.send(messages.Named(c.clock.version))
         c.engine.version = c.clock.version
         c.engine.renew_keys()
@@ -73,6 +74,11 @@ class Interrupter:
             rnd.mark_mandatory(c.clock.version)
             rnd.stats.pushes += 1
         self._round_end.mark_due()
+
+    def weights_lost(self) -> None:
+        """A release of memory has dropped the weights: nothing steps until a push, which may name the same version."""
+        self._c.clock.lost = True
+        self._c.engine.version = UNNAMED
 
     def freeze(self) -> None:
         """Begin a pause: no rollout sample takes a step until `thaw`."""

@@ -79,6 +79,8 @@ def state(c: Context) -> dict[str, Any]:
         "policy_version": c.clock.version,
         "push_open": c.clock.open,
         "closed": c.closed(),
+        "unnamed": c.clock.without_weights,
+        "failed": c.clock.failed,
         "frozen": c.frozen,
         "step": c.step,
         "overlap": c.engine.overlap,
@@ -142,6 +144,7 @@ def brief(c: Context) -> dict[str, Any]:
         "closed": c.closed(),
         "frozen": c.frozen,
         "running": running,
+        "unnamed": c.clock.without_weights,
         "released": c.engine.memory_released(),
     }
 

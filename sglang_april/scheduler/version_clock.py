@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from sglang_april.api.errors import RequestError
 
+UNNAMED = -1
+"""In place of a version, in the cache keys of requests while the weights are those of no version."""
+
 
 @dataclass(slots=True)
 class VersionClock:
@@ -16,6 +19,8 @@ class VersionClock:
     """Why the weights may be half updated; empty if they are not."""
     unnamed: bool = False
     """True after a restart with a journal until the version of the weights loaded at start is named."""
+    lost: bool = False
+    """True after a release of memory that has dropped the weights, until the next push."""
     _target: int | None = None
     _moved_at: int = -1
     """Forward count when a weight call outside begin/end last moved the version."""
@@ -29,7 +34,14 @@ class VersionClock:
             return "a push is open: POST /april/push/end ends it"
         if self.unnamed:
             return f"the journal is at policy version {self.version}: name the version by --april-version or by a push"
+        if self.lost:
+            return "the weights are lost: memory was released without --enable-weights-cpu-backup; push them again"
         return ""
+
+    @property
+    def without_weights(self) -> bool:
+        """Whether the weights of the version are not known to be loaded. A push may then name the same version."""
+        return self.unnamed or self.lost
 
     def begin(self, version: int | None) -> None:
         """Open a push, or restart an open one.
@@ -62,7 +74,7 @@ class VersionClock:
             return ""
         if self.open and self._target not in (None, named):
             return f"weight_version is {named}, but the open push is to version {self._target}"
-        if named < self.version + bool(not self.unnamed and (self.open or self.failed)):
+        if named < self.version + bool(not self.without_weights and (self.open or self.failed)):
             return f"weight_version is {named}, but the policy version is {self.version} and never decreases"
         return ""
 
@@ -77,7 +89,7 @@ class VersionClock:
         named: int | None = None,
         paused: bool = False,
     ) -> bool:
-        """One of SGLang's weight calls has ended; returns whether the version moved, or was named after a restart.
+        """One of SGLang's weight calls has ended; returns whether the version moved, or was named again.
 
         Outside begin/end the version moves at the first accepted call after any forward; further calls before the next
         forward belong to the same push. If the calls name it, it moves to what they name, at the first one. A bucket
@@ -103,9 +115,9 @@ class VersionClock:
         if self.unnamed and not (whole or (paused and named is not None)):
             return False
         if named is not None:
-            moved = named > self.version or self.unnamed
+            moved = named > self.version or self.without_weights
         else:
-            moved = bool(self.failed) or self._moved_at != forward_count
+            moved = bool(self.failed) or self.lost or self._moved_at != forward_count
         self.failed = ""
         if moved:
             self._moved_at = forward_count
@@ -113,5 +125,5 @@ class VersionClock:
         return moved
 
     def _check(self, version: int | None) -> None:
-        if version is not None and version < self.version + (not self.unnamed):
+        if version is not None and version < self.version + (not self.without_weights):
             raise RequestError(409, "version", f"policy version is {self.version}; a push must name a greater one")

@@ -46,13 +46,17 @@ def test_run_name_is_stable(tmp_path: Path) -> None:
     assert Checkpoints(tmp_path / "other", 1).run_name("a") != name
 
 
-def test_base_version_is_stored(tmp_path: Path) -> None:
+def test_base_version_is_stored_from_a_step_on(tmp_path: Path) -> None:
     store = Checkpoints(tmp_path, 1)
     name = store.run_name("a")
-    assert store.base_version == 0
-    store.set_base_version(7)
-    assert Checkpoints(tmp_path, 1).base_version == 7
-    assert Checkpoints(tmp_path, 1).run_name("a") == name
+    assert store.base_version(0) == 0
+    for step, base in ((0, 7), (1, 7), (5, 8), (9, 10)):
+        store.set_base_version(step, base)
+    again = Checkpoints(tmp_path, 1)
+    assert [again.base_version(step) for step in (0, 4, 5, 8, 9, 99)] == [7, 7, 8, 8, 10, 10]
+    assert again.run_name("a") == name
+    again.set_base_version(6, 20)  # the engines have nothing later
+    assert [again.base_version(step) for step in (4, 5, 6, 9)] == [7, 8, 20, 20]
 
 
 def test_extensions_are_stored_per_round(tmp_path: Path) -> None:

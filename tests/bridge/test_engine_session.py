@@ -1,5 +1,6 @@
 """When the engine session pushes weights, and under which version."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,6 @@ from trainer_bridge.engine_session import EngineSession
 from trainer_bridge.push.pusher import PushFailed
 from trainer_bridge.server_process import EngineGoneError
 
-UNNAMED = "the journal is at policy version 3: name the version by --april-version or by a push"
-
 
 class FakeEngineAndTrainer:
     """Engine and trainer in one: a policy version, the runs and rounds at the engine, and the pushes to it."""
@@ -24,7 +23,11 @@ class FakeEngineAndTrainer:
     url = "http://engine"
 
     def __init__(self) -> None:
-        self.version, self.runs, self.rounds, self.closed, self.push_open = 0, set[str](), set[str](), "", False
+        self.version, self.runs, self.rounds = 0, set[str](), set[str]()
+        self.unnamed, self.push_open, self.failed, self.closed = False, False, "", ""
+        self.released = False
+        self.others: Sequence[FakeEngineAndTrainer] = ()
+        """Further engines of the run."""
         self.groups: list[str] = []
         """Undelivered prompts."""
         self.pushes: list[int | None] = []
@@ -37,14 +40,18 @@ class FakeEngineAndTrainer:
 
     @property
     def each(self) -> list["FakeEngineAndTrainer"]:
-        return [self]
+        return [self, *self.others]
 
     def wait_until_ready(self) -> None:
         self.connections += 1
 
     def state(self) -> dict[str, Any]:
         runs = {name: {} for name in self.runs}
-        return {"policy_version": self.version, "runs": runs, "closed": self.closed, "push_open": self.push_open}
+        reasons = {"push_open": self.push_open, "failed": self.failed, "unnamed": self.unnamed, "closed": self.closed}
+        return {"policy_version": self.version, "runs": runs, **reasons}
+
+    def resume(self, *_tags: str) -> None:
+        self.released = False
 
     def partials(self, run: str) -> dict[str, Any]:
         return {"groups": [{"run": run, "id": name} for name in self.groups], "unstarted": [], "partials": []}
@@ -57,25 +64,33 @@ class FakeEngineAndTrainer:
     def connect(self, *_: Any) -> None:
         pass
 
+    def offload(self, *_parts: Any) -> None:
+        pass
+
     def push(self, version: int | None) -> Any:
         if self.failing:
             self.failing -= 1
             raise PushFailed("the weights were refused")
-        unnamed = "name the version" in self.closed
-        assert version is None or version > self.version or (version == self.version and unnamed)
+        assert not self.released, "the weights would be written to unmapped memory"
+        for engine in self.each:
+            assert version is None or version > engine.version or (version == engine.version and engine.unnamed)
         self.pushes.append(version)
-        self.version, self.closed, self.push_open = self.version + 1 if version is None else version, "", False
+        pushed = max(engine.version for engine in self.each) + 1 if version is None else version
+        for engine in self.each:
+            engine.version, engine.unnamed, engine.push_open, engine.failed = pushed, False, False, ""
         return SimpleNamespace(version=self.version)
 
 
 def make_session(
-    server: FakeEngineAndTrainer, folder: Path, step: int = 0, rollouts: Any = None
+    server: FakeEngineAndTrainer, folder: Path, step: int = 0, rollouts: Any = None, others: Any = (), **fields: Any
 ) -> tuple[EngineSession, Any]:
     store = Checkpoints(folder, 1)
     store.run_name("r")
     rollouts = rollouts or SimpleNamespace(engines_with_carry=set())
     fake: Any = server
-    session = EngineSession(fake, fake, rollouts, store, "r", Config(hf_checkpoint="m", prompt_data="d"))
+    server.others = others
+    config = Config(hf_checkpoint="m", prompt_data="d", **fields)
+    session = EngineSession(fake, fake, rollouts, store, "r", config)
     session.step = step
     return session, rollouts
 
@@ -139,11 +154,34 @@ def test_engine_restored_from_its_journal_is_pushed_to_under_the_same_version(tm
     session, _ = make_session(FakeEngineAndTrainer(), tmp_path)
     connect(session)
     server = FakeEngineAndTrainer()
-    server.version, server.runs, server.groups, server.closed = 3, {"r"}, ["e0-0"], UNNAMED
+    server.version, server.runs, server.groups, server.unnamed = 3, {"r"}, ["e0-0"], True
     again, rollouts = make_session(server, tmp_path, step=2)
     connect(again)
     assert rollouts.engines_with_carry
     assert (server.pushes, again.version) == ([3], 3)
+
+
+def test_released_memory_does_not_hide_that_the_version_is_unnamed(tmp_path: Path) -> None:
+    """A colocated run repeats its steps at a restarted engine, up to the one whose version the engine had."""
+    server = FakeEngineAndTrainer()
+    session, _ = make_session(server, tmp_path)
+    connect(session)
+    server.version, server.runs, server.rounds, server.unnamed = 3, {"r"}, {"r.2"}, True
+    again, _ = make_session(server, tmp_path, step=1)
+    connect(again)
+    again.step, server.closed = 2, "memory is released (kv_cache): POST /resume_memory_occupation first"
+    again.sync_weights()
+    assert (server.pushes, again.version, server.unnamed) == ([None, 3], 3, False)
+
+
+def test_trainer_killed_while_memory_was_released_pushes_to_memory_that_is_back(tmp_path: Path) -> None:
+    server = FakeEngineAndTrainer()
+    session, _ = make_session(server, tmp_path, colocate=True)
+    connect(session)
+    server.version, server.runs, server.unnamed, server.released = 3, {"r"}, True, True
+    again, _ = make_session(server, tmp_path, step=2, colocate=True)
+    connect(again)
+    assert (server.pushes, again.version, server.unnamed) == ([None, 3], 3, False)
 
 
 def test_engine_with_a_reply_to_the_next_round_has_the_carry(tmp_path: Path) -> None:
@@ -152,6 +190,27 @@ def test_engine_with_a_reply_to_the_next_round_has_the_carry(tmp_path: Path) -> 
     session, rollouts = make_session(server, tmp_path, step=2)
     connect(session)
     assert rollouts.engines_with_carry
+
+
+def test_steps_before_a_repeated_push_keep_their_versions(tmp_path: Path) -> None:
+    """One of several engines was restarted: its weights were pushed to all of them, under a version of their own."""
+    server, restarted = FakeEngineAndTrainer(), FakeEngineAndTrainer()
+    session, _ = make_session(server, tmp_path, others=[restarted])
+    connect(session)
+    for step in (1, 2):
+        session.step = step
+        session.sync_weights()
+    restarted.unnamed = True
+    server.runs = restarted.runs = {"r"}
+    connect(session)
+    assert (server.version, restarted.version, session.version) == (4, 4, 4)
+    server.rounds = restarted.rounds = {"r.2", "r.3"}
+    again, _ = make_session(server, tmp_path, step=1, others=[restarted])
+    connect(again)
+    assert again.version == 2, "the reply to round 2 was drawn under it"
+    again.step = 2
+    again.sync_weights()
+    assert (again.version, server.pushes[-1]) == (4, None)
 
 
 def test_finished_run_that_goes_on_sends_the_prompts_that_its_end_has_dropped(tmp_path: Path) -> None:
@@ -208,7 +267,7 @@ def test_trainer_killed_during_a_push_repeats_its_round_before_it_pushes(tmp_pat
     server = FakeEngineAndTrainer()
     session, _ = make_session(server, tmp_path)
     connect(session)
-    server.version, server.runs, server.push_open, server.closed = 3, {"r"}, True, "a push is open"
+    server.version, server.runs, server.push_open = 3, {"r"}, True
     server.rounds = {"r.3"}
     again, _ = make_session(server, tmp_path, step=2)
     connect(again)
@@ -222,7 +281,7 @@ def test_interrupted_push_is_repeated_if_the_next_round_has_no_reply(tmp_path: P
     server = FakeEngineAndTrainer()
     session, _ = make_session(server, tmp_path)
     connect(session)
-    server.version, server.runs, server.push_open, server.closed = 3, {"r"}, True, "a push is open"
+    server.version, server.runs, server.push_open = 3, {"r"}, True
     again, _ = make_session(server, tmp_path, step=2)
     connect(again)
     assert (server.pushes, again.version, server.version) == ([None, None], 4, 4)
@@ -232,13 +291,23 @@ def test_restored_engine_that_is_ahead_answers_before_its_version_is_named(tmp_p
     server = FakeEngineAndTrainer()
     session, _ = make_session(server, tmp_path)
     connect(session)
-    server.version, server.runs, server.closed, server.rounds = 3, {"r"}, UNNAMED, {"r.2"}
+    server.version, server.runs, server.unnamed, server.rounds = 3, {"r"}, True, {"r.2"}
     again, _ = make_session(server, tmp_path, step=1)
     connect(again)
     assert (server.pushes, again.version) == ([None], 2)
     again.step = 2
     again.sync_weights()
-    assert (server.pushes[-1], again.version, server.closed) == (3, 3, "")
+    assert (server.pushes[-1], again.version, server.unnamed) == (3, 3, False)
+
+
+def test_weights_of_a_failed_push_are_pushed_again(tmp_path: Path) -> None:
+    server = FakeEngineAndTrainer()
+    session, _ = make_session(server, tmp_path)
+    connect(session)
+    server.version, server.runs, server.failed = 3, {"r"}, "a weight call failed"
+    again, _ = make_session(server, tmp_path, step=2)
+    connect(again)
+    assert (server.pushes, again.version, server.failed) == ([None, None], 4, "")
 
 
 def test_refusal_is_not_treated_as_a_lost_engine(tmp_path: Path) -> None:

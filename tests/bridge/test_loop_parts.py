@@ -140,7 +140,7 @@ def loop(server: FakeReplies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             fields["eval_prompt_data"] = str(data)
         base: dict[str, Any] = {"hf_checkpoint": "m", "prompt_data": str(data), "save": str(tmp_path / "run")}
         base |= {"n_samples_per_eval_prompt": 2}
-        loops.append(TrainingLoop(Config(**base, **fields), FakeTrainer()))  # type: ignore[arg-type]
+        loops.append(TrainingLoop(Config(**base | fields), FakeTrainer()))  # type: ignore[arg-type]
         return loops[-1]
 
     yield make
@@ -162,6 +162,15 @@ def run_steps(loop: TrainingLoop, server: FakeReplies, last: int) -> None:
 
 def evaluated_steps(folder: Path) -> list[int]:
     return [row["step"] for row in read_rows(folder / "run" / "evaluations.jsonl")]
+
+
+def test_actors_with_another_working_folder_use_the_same_files(
+    loop: Callable[..., TrainingLoop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = loop(save="out/run", hf_checkpoint="models/m")
+    assert made.config.trainer.hf_checkpoint == tmp_path / "models/m"
+    assert (Path(made.config.save), made.store.path(1).parents[1]) == (tmp_path / "out/run",) * 2
 
 
 def test_restarted_trainer_repeats_all_evaluations_since_its_checkpoint(

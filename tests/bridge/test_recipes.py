@@ -1,5 +1,6 @@
 """Recipes: each is consistent, has APRIL's settings, and states that it has not been run."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ def test_recipe_has_consistent_settings(path: Path) -> None:
     assert (config.rollout_batch_size * config.n_samples_per_prompt, config.global_batch_size) == (256, 256)
     assert (config.rollout_max_response_len, config.rollout_temperature, config.lr) == (16384, 0.8, 1e-6)
     assert (config.tensor_model_parallel_size, config.colocate, config.partial_rollout) == (2, True, True)
+    assert config.kv == "recompute" or config.loss.proximal == "trainer", "kept KV gives no logprobs of old tokens"
     assert config.recompute_granularity == "full", "responses of 16,384 tokens"
     assert "has not been run" in path.read_text()
 
@@ -38,6 +40,19 @@ def test_dry_run_names_what_a_machine_lacks(path: Path, capsys: pytest.CaptureFi
     assert main(["--config", str(path), "--dry-run", "--save", "/dev/null/run"]) == 2
     names = [line.split(": ")[1] for line in capsys.readouterr().err.splitlines()]
     assert names[:2] == ["hf_checkpoint", "prompt_data"]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipe_says_how_to_get_its_model_and_data(path: Path) -> None:
+    config, comment = load(path, {}), path.read_text().partition("hf_checkpoint:")[0]
+    model, data = (line for line in comment.splitlines() if line.startswith(("# Model: ", "# Data: ")))
+    assert re.search(
+        rf"hf download [\w-]+/{Path(config.hf_checkpoint).name} --local-dir {config.hf_checkpoint}`", model
+    )
+    assert re.search(r'(--repo-type dataset |load\(")[\w-]+/[\w-]+', data)
+    folder = re.search(r'(?:--local-dir |to_json\(")([\w./-]+?)[`"]', data)
+    assert folder
+    assert folder[1] in (config.prompt_data, str(Path(config.prompt_data).parent))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -1,10 +1,13 @@
 """Servers of a run: started, found again by the next trainer, restarted after a crash."""
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import sys
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -161,6 +164,8 @@ def test_started_server_has_a_journal_by_default(tmp_path: Path) -> None:
 
     assert journal_flags() == [f"--april-journal={tmp_path / 'server.journal'}"]
     assert journal_flags(server_flags=["--april-journal=/x"]) == ["--april-journal=/x"]
+    sync = "--april-journal-sync=full"
+    assert journal_flags(server_flags=[sync]) == [sync, f"--april-journal={tmp_path / 'server.journal'}"]
     assert journal_flags(server_journal=False) == []
 
 
@@ -192,13 +197,31 @@ def test_several_servers_share_the_memory_of_their_machine(tmp_path: Path) -> No
     assert shares(engines=4, server_flags=["--april-servers-per-machine=2"]) == ["4", "2"]
 
 
+def external_engine(folder: Path, answer: Callable[[httpx.Request], httpx.Response]) -> RolloutEngine:
+    config = Config(hf_checkpoint="m", prompt_data="d", server="http://x")
+    rollout_engine = RolloutEngine(config, folder, url="http://x")
+    rollout_engine._http = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://x")
+    return rollout_engine
+
+
 def resume(folder: Path, status: int, answer: str, *tags: str) -> None:
-    rollout_engine = RolloutEngine(
-        Config(hf_checkpoint="m", prompt_data="d", server="http://x"), folder, url="http://x"
-    )
-    transport = httpx.MockTransport(lambda _: httpx.Response(status, text=answer))
-    rollout_engine._http = httpx.Client(transport=transport, base_url="http://x")
-    rollout_engine.resume(*tags)
+    external_engine(folder, lambda _: httpx.Response(status, text=answer)).resume(*tags)
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_memory_is_released_beside_an_open_round(tmp_path: Path, in_flight: bool) -> None:
+    """As after a restart that has reopened a round, while the trainer repeats earlier steps. A pause always ends."""
+    routes: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        routes.append(request.url.path)
+        refused = routes[-1].startswith("/release") and (in_flight or routes[0] != "/pause_generation")
+        return httpx.Response(400 if refused else 200, json={})
+
+    refusal = pytest.raises(RunError, match="400") if in_flight else contextlib.nullcontext()
+    with refusal:
+        external_engine(tmp_path, answer).release()
+    assert routes == ["/pause_generation", "/release_memory_occupation", "/continue_generation"]
 
 
 def test_resume_is_a_no_op_for_a_server_restarted_since_the_release(tmp_path: Path) -> None:
@@ -262,3 +285,42 @@ def test_progress_is_reported_while_a_server_starts(tmp_path: Path, monkeypatch:
         rollout_engine.end_server()
         assert isinstance(ready.exception(), EngineGoneError | EngineLostError)
     assert not rollout_engine.process.alive  # type: ignore[union-attr]
+
+
+class SlowToStart:
+    """A server process whose start takes until `may_start`."""
+
+    def __init__(self) -> None:
+        self.began, self.may_start, self.alive = threading.Event(), threading.Event(), False
+
+    def start(self, *_: object) -> None:
+        self.began.set()
+        assert self.may_start.wait(60)
+        self.alive = True
+
+    def end(self) -> None:
+        self.alive = False
+
+
+def test_server_that_is_being_started_is_ended_too(tmp_path: Path) -> None:
+    rollout_engine, process = engine(tmp_path), SlowToStart()
+    rollout_engine.process = process  # type: ignore[assignment]
+    with ThreadPoolExecutor(2) as threads:
+        ready = threads.submit(rollout_engine.wait_until_ready)
+        assert process.began.wait(60)
+        ended = threads.submit(rollout_engine.end_server)
+        until(rollout_engine._ended.is_set, "Ctrl-C")
+        threading.Timer(0.2, process.may_start.set).start()
+        ended.result(60)
+        assert isinstance(ready.exception(60), EngineGoneError | EngineLostError | ServerStartError)
+    assert not process.alive
+
+
+def test_no_server_is_started_after_the_end(tmp_path: Path) -> None:
+    rollout_engine, process = engine(tmp_path), SlowToStart()
+    rollout_engine.process = process  # type: ignore[assignment]
+    process.may_start.set()
+    rollout_engine.end_server()
+    with pytest.raises(EngineGoneError):
+        rollout_engine.wait_until_ready()
+    assert not process.began.is_set()

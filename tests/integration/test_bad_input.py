@@ -91,7 +91,7 @@ SPOILED: dict[tuple[str | int, ...], st.SearchStrategy[Any]] = {
     ("prompts", 0, "sampling_params", "min_new_tokens"): st.integers(5, 2**31 - 1) | st.integers(-9, -1),
     ("prompts", 0, "metadata"): st.integers(2**64, 2**80),
     ("prompts", 1, "text"): st.sampled_from(["", 1, None, [], {}]),
-    ("prompts", 1, "top_logprobs_num"): st.sampled_from([-1, 1025, 1.5, "1", None, True]),
+    ("prompts", 1, "top_logprobs_num"): st.sampled_from([-1, 1024, 1025, 1.5, "1", None, True]),
     ("prompts", 1, "priority"): st.integers(-5, 5) | st.sampled_from(["high", 2**31, 1.5]),
     ("prompts", 1, "lora_path"): st.just("a"),
     ("prompts", 2, "messages"): st.sampled_from(

@@ -87,6 +87,22 @@ def test_open_stream_reports_a_full_disk_and_continues(journalled: Server, tmp_p
     assert [entry["id"] for entry in rest[-1]["delivered"]] == ["a", "b"]
 
 
+def test_sigterm_on_a_full_disk_names_what_is_lost(pool: Pool, tmp_path: Path, run: str) -> None:
+    journal = tmp_path / "journal"
+    server = pool.get("full disk", [*NORMAL, f"--april-journal={journal}", "--april-shutdown-s=5"], forked=True)
+    assert server.process is not None
+    server.rollout(run=f"{run}-before", prompts=[prompt("large", 4, metadata="m" * 2**20)], quota=None)
+    limit(server, (tmp_path / "journal-wal").stat().st_size)
+    body = {"run": run, "prompts": [prompt("a", 4)], "quota": None}
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(httpx.post, f"{server.url}/april/rollout", json=body, timeout=60)
+        until(lambda: failing(server), "/health reports the fault")
+        server.terminate()
+    log = server.log.read_text()
+    assert "batches of records are lost" in log, log[-2000:]
+    assert "shut down in" in log
+
+
 def failing(server: Server) -> httpx.Response | None:
     answer = server.http.get("/health")
     return answer if answer.status_code == 503 else None

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from sglang_april.client import AprilClient
 from tests.integration.conftest import NORMAL, Pool
 from tests.support.background import BackgroundRound
 from tests.support.compare import assert_near, by_key, stock_noise
@@ -81,6 +82,7 @@ def test_a_restart_after_sigterm_resumes_on_the_disk(
         until(lambda: server.state()["samples"]["running"] == 2, "the round runs")
         end(server, signal.SIGTERM)
         refused = waiting.reply(503)
+    assert refused["error"]["field"] == "shutdown"
     assert "shutting down; after a restart" in refused["error"]["reason"]
     log = server.log.read_text()
     assert "april: shut down in" in log
@@ -115,6 +117,19 @@ def test_a_shutdown_that_is_cut_short_loses_nothing(journalled: Server, run: str
     for tier in ("device", "host"):
         groups = server.drain(f"{run}-{tier}")
         assert [len(s["output_ids"]) for g in groups for s in g["samples"]] == [LENGTH] * 3
+
+
+def test_a_client_that_repeats_calls_survives_a_restart(journalled: Server, run: str) -> None:
+    server = journalled
+    body = {"run": run, "round_id": run, "prompts": [prompt("open", LENGTH, n=2)], "quota": 1}
+    with AprilClient(server.url, retry_s=120) as client, ThreadPoolExecutor() as threads:
+        with server.slowed():
+            streamed = threads.submit(lambda: list(client.stream(**body)))
+            until(lambda: server.state()["samples"]["running"] == 2, "the round runs")
+            end(server, signal.SIGTERM)
+        restart(server)
+        *_, summary = streamed.result(120)
+    assert [len(sample.output_ids) for group in summary.groups for sample in group.samples] == [LENGTH] * 2
 
 
 def test_ctrl_c_stores_as_sigterm_does_and_names_what_is_kept(journalled: Server, run: str) -> None:

@@ -27,6 +27,8 @@ MARK = "APRIL_TEST_COMMAND"
 STEP = re.compile(r"^(step|drain) +(\d+) .* (\S+) tok/s", re.MULTILINE)
 SLOW_S = 0.05
 """Seconds of a forward, so that a run of some steps does not end before its interruption."""
+SLOW_START_S = 3.0
+"""The same, so that a round does not end before the next trainer has started."""
 
 
 @dataclass
@@ -133,6 +135,24 @@ def test_ctrl_c_in_a_round_and_the_same_command_again(normal: LiveServer, start:
     assert [rate == "–" for _, _, rate in printed] == [True] + [False] * (len(printed) - 1)
     rows = read_rows(again.save / "steps.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    delivered = [tuple(sample) for row in rows for sample in row["delivered"]]
+    assert len(delivered) == len(set(delivered))
+
+
+def test_ctrl_c_in_a_round_of_a_colocated_run(normal: LiveServer, start: Callable[..., Command]) -> None:
+    """The steps since the last checkpoint are repeated, and release memory, beside the round that is still open."""
+    fields = {"num_rollout": 4, "save_interval": 20, "colocate": True}
+    with normal.server.slowed(SLOW_S):
+        command = start(normal.server.url, **fields)
+        until(lambda: len(steps(command)) == 2, "two steps")
+        with normal.server.slowed(SLOW_START_S):
+            until(lambda: normal.running() > 0, "the next round")
+            command.interrupt()
+            again = start(normal.server.url, **fields)
+            until(lambda: steps(again) or again.process.poll() is not None, "the first step is repeated")
+    assert again.process.wait(300) == 0, again.errors
+    rows = read_rows(again.save / "steps.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     delivered = [tuple(sample) for row in rows for sample in row["delivered"]]
     assert len(delivered) == len(set(delivered))
 

@@ -211,7 +211,7 @@ class ControllerHarness(EventChecks):
 
     def push_begin(self, version: int | None = None) -> int:
         status = self.command(messages.PushBegin, version=version).status
-        lowest = self.version + (not self.engine.controller.context.clock.unnamed)
+        lowest = self.version + (not self.engine.controller.context.clock.without_weights)
         assert status == (200 if version is None or version >= lowest else 409)
         self.push_open |= status == 200
         return status

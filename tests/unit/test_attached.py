@@ -66,6 +66,14 @@ def test_the_kv_policy_is_that_of_the_latest_round_of_its_run(before: Rounds, in
     assert spans(w, "b") == [(0, "fresh"), (1, "recomputed")]
 
 
+def test_policies_of_the_latest_runs_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_april.scheduler.context.MAX_RUNS", 2)
+    w = LegHarness()
+    for run in ("a", "b", "a", "c"):
+        rounds(w, run, "sample", "keep")
+    assert [list(e.controller.context.kv_of_run) for e in w.engines] == [["a", "c"]] * len(w.engines)
+
+
 @pytest.mark.parametrize(("trajectory_round", "prefilled"), [(False, 1 + 1), (True, len(PROMPT) + 3 + 1)])
 def test_legs_follow_rounds_of_prompts_until_one_of_trajectories(trajectory_round: bool, prefilled: int) -> None:
     w = LegHarness(slots=4)

@@ -1,6 +1,7 @@
 """The online audit: which samples it chooses, when it runs, what it discards, and what a finding does."""
 
 import asyncio
+import sys
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,22 @@ def test_a_difference_is_the_worst_mean_of_a_window() -> None:
     one_token = candidate([(0, 64, 0, "fresh")], logprobs=np.eye(64)[5])
     assert one_token.compare([0.0] * 64)[0] == 1 / audit_module.WINDOW
     assert candidate([(0, 2, 0, "fresh")], logprobs=[0, float("nan")]).compare([0.0, 0.0])[0] == float("inf")
+    broken = candidate([(0, 64, 0, "fresh")], logprobs=np.where(np.arange(64) == 30, np.nan, drawn))
+    assert broken.compare([0.0] * 64) == (float("inf"), 30 - audit_module.WINDOW + 1)
+
+
+def test_the_event_loop_compares_a_long_sample_without_a_loop_over_its_tokens() -> None:
+    long, rescored, calls = candidate([(0, 5000, 0, "fresh")], logprobs=np.zeros(5000)), [0.0] * 5000, [0]
+
+    def count(*_: object) -> None:
+        calls[0] += 1
+
+    sys.setprofile(count)
+    try:
+        long.compare(rescored)
+    finally:
+        sys.setprofile(None)
+    assert calls[0] < 500
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,7 @@ def test_stop_ack_drop_and_partials(client: AprilClient, url: str) -> None:
     assert client.drop("slow")["run"] == "slow"
     assert client.ack_audit()["refusal"] == ""
     assert client.partials("slow")
+    assert client.check() == {"policy_version": client.state()["policy_version"]}, "what the scripted engine answers"
 
 
 def test_disconnected_client_leaves_the_round_open(client: AprilClient, url: str) -> None:
@@ -164,6 +165,7 @@ def test_asynchronous_client_has_the_same_calls(url: str) -> None:
             assert (await client.ack(reply.round_id))["acknowledged"]
             assert await client.drop("unknown")
             assert await client.partials()
+            assert await client.check()
             async with client.push():
                 assert (await client.state())["http"]["hooks"]
             with pytest.raises(AprilError, match="400 quota"):

@@ -99,6 +99,10 @@ def test_concurrency_takes_a_number_or_auto() -> None:
         (["--april-disk-dir", "/tmp"], "--april-disk-dir and --april-disk-gb must be set together"),
         (["--april-journal", ""], "--april-journal must be the path of a file"),
         (["--april-journal-sync", "never"], "--april-journal-sync must be one of normal, full"),
+        (["--april-journal-sync", "full"], "--april-journal-sync has no effect without --april-journal"),
+        (["--april-journal-interval", "16"], "--april-journal-interval has no effect without --april-journal"),
+        (["--april-audit-strict"], "--april-audit-strict has no effect without --april-audit"),
+        (["--april-audit-tolerance", "1", "--april-audit", "0"], "--april-audit-tolerance has no effect without"),
         (["--april-qouta", "4"], "--april-qouta is not a flag of sglang-april; did you mean --april-quota?"),
         (["--april-quot", "4"], "--april-quot is not a flag of sglang-april"),
     ],
@@ -142,6 +146,8 @@ def test_published_settings_are_read_back(monkeypatch: pytest.MonkeyPatch) -> No
     argv = ["--april-quota", "7", "--april-kv", "auto", "--april-host-gb", "0.25"]
     published = config.publish(config.from_argv(argv))
     assert config.load() == published
+    assert config.publish(config.from_argv([*argv, "--april-audit=8", "--april-audit-strict"])) == config.load()
+    assert config.publish(config.from_argv([*argv, "--april-journal=/j", "--april-journal-sync=full"])) == config.load()
     assert config.publish(config.from_env({config.ENV: json.dumps({"quota": 7})})).quota == 7
 
 
@@ -165,3 +171,19 @@ def test_help_shows_every_flag() -> None:
     config.add_arguments(parser)
     text = parser.format_help()
     assert all(flag.option in text for flag in config.FLAGS)
+
+
+def test_help_names_the_default_of_every_flag() -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    config.add_arguments(parser)
+    texts = {action.option_strings[0]: action.help or "" for action in parser._actions}
+    assert [option for option, text in texts.items() if "default" not in text] == []
+    ends = {
+        "--april-kv": "(default: auto)",
+        "--april-reply-gb": "(default: 4)",
+        "--april-shutdown-s": "(default: 30)",
+        "--april-journal": "(default: none)",
+        "--april-audit-strict": "(default: off)",
+        "--april-audit": "(default: 0, none)",
+    }
+    assert {option: texts[option][-len(end) :] for option, end in ends.items()} == ends

@@ -111,3 +111,60 @@ def test_memory_release_waits_for_the_end_of_an_answered_request() -> None:
         await hooks_http._refuse_while_busy(manager)
 
     asyncio.run(release())
+
+
+@pytest.mark.parametrize(
+    ("tags", "saver", "backup", "lost"),
+    [
+        (None, True, False, True),
+        (["weights"], True, False, True),
+        (["kv_cache"], True, False, False),
+        (None, True, True, False),
+        (None, False, False, False),
+    ],
+)
+def test_released_weights_are_lost_unless_a_copy_is_kept(
+    tags: list[str] | None, saver: bool, backup: bool, lost: bool
+) -> None:
+    calls: list[str] = []
+    record = {name: lambda name=name: calls.append(name) for name in ("interrupt", "evacuate", "weights_lost")}
+    args = SimpleNamespace(enable_memory_saver=saver, enable_weights_cpu_backup=backup)
+    scheduler = SimpleNamespace(april=SimpleNamespace(**record), server_args=args)
+    manager = SimpleNamespace(scheduler=scheduler, is_fully_idle=lambda: True)
+    request = SimpleNamespace(tags=tags)
+    assert hooks_control.release_memory(lambda *_: calls.append("release"), manager, request) is None
+    assert calls == ["interrupt", *["evacuate"] * (tags != ["weights"]), "release", *["weights_lost"] * lost]
+
+
+def test_memory_that_is_released_already_is_not_released_again() -> None:
+    """The memory saver ends the scheduler if it is to release a tag twice."""
+    calls: list[list[str]] = []
+    april: Any = SimpleNamespace(
+        rounds=SimpleNamespace(holding_ids=list),
+        restored_state=SimpleNamespace(ready=done),
+        audit=SimpleNamespace(paused=nullcontext),
+        released_memory=lambda: done([tag for tags in calls for tag in tags]),
+        released=set(),
+    )
+    lock = SimpleNamespace(stock=0, writer_lock=nullcontext())
+    manager = SimpleNamespace(is_pause=False, april=april, model_update_lock=lock, rid_to_state={})
+
+    async def release(*tags: str) -> None:
+        async def original(_manager: Any, obj: Any, _request: Any) -> None:
+            calls.append(obj.tags)
+
+        await hooks_http.release_when_idle(original, manager, SimpleNamespace(tags=list(tags)))
+
+    async def scenario() -> None:
+        await release("kv_cache")
+        await release("kv_cache")
+        await release()
+        await release()
+
+    asyncio.run(scenario())
+    assert calls == [["kv_cache"], ["cuda_graph", "weights"]]
+    assert april.released == {"kv_cache", "cuda_graph", "weights"}
+
+
+async def done(value: Any = None) -> Any:
+    return value

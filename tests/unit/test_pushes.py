@@ -3,7 +3,9 @@
 import pytest
 
 from sglang_april.api import messages
+from sglang_april.scheduler import report
 from sglang_april.scheduler.state import Proximal, State
+from sglang_april.scheduler.version_clock import UNNAMED
 from tests.unit.controller_harness import Build, ControllerHarness, ids, lengths
 from tests.unit.fake_engine import FakeEngine
 
@@ -232,6 +234,33 @@ def test_released_memory_closes_admission_also_across_a_push(harness: Build) -> 
     w.open("run", {})
     assert ids(w.reply()) == ["p1"]
     assert spans(w, "p1") == [(0, "fresh"), (1, "kept")]
+
+
+@pytest.mark.parametrize("named", [0, None])
+def test_lost_weights_close_admission_until_a_push(harness: Build, named: int | None) -> None:
+    """Stock requests meanwhile leave no KV that a request after the push finds."""
+    w = harness()
+    w.open("run", lengths(1, 9), quota=1)
+    w.reply()
+    w.do(lambda e: e.controller.weights_lost())
+    assert w.engine.version == UNNAMED
+    answer = w.open("run", {})
+    assert (answer.status, "weights are lost" in answer.reason) == (503, True)
+    assert report.state(w.controller.context)["unnamed"]
+    assert (w.push_begin(named), w.push_end()) == (200, 200)
+    assert (w.version, w.engine.version) == (1 if named is None else named,) * 2
+    w.open("run", {})
+    assert ids(w.reply()) == ["p1"]
+
+
+def test_the_state_names_each_reason_against_rounds(harness: Build) -> None:
+    """`closed` names the first of them; a trainer must know whether weights are missing behind it."""
+    w = harness()
+    assert w.do(FakeEngine.release_memory)
+    w.do(lambda e: e.weight_call(ok=False, whole=False, flush=False))
+    w.controller.context.clock.unnamed = True
+    state = report.state(w.controller.context)
+    assert ("memory is released" in state["closed"], state["failed"], state["unnamed"]) == (True, "failed", True)
 
 
 def test_an_abort_of_all_requests_stops_rounds_and_keeps_the_carry(harness: Build) -> None:

@@ -59,6 +59,17 @@ async def test_the_last_replies_of_each_run_are_kept_and_older_ids_are_gone() ->
 
 
 @scenario
+async def test_replies_of_the_latest_runs_are_kept() -> None:
+    rounds = RoundRegistry(2, 1000)
+    names = ["protected", *(f"r{i}" for i in range(5))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sglang_april.http.rounds.MAX_RUNS", 3)
+        for name in names:
+            ended(rounds, name, run=name, keep=name == "protected")
+    assert [name for name in names if rounds.contains(name)] == ["protected", "r2", "r3", "r4"]
+
+
+@scenario
 async def test_a_reply_kept_until_ack_outlives_the_last_ones() -> None:
     rounds = RoundRegistry(2, 1000)
     ended(rounds, "kept", keep=True)

@@ -136,6 +136,29 @@ def test_a_round_that_cannot_be_journalled_is_refused_and_leaves_nothing_behind(
     run(scenario())
 
 
+@pytest.mark.parametrize("error", ["", "it cannot be written"])
+def test_a_round_that_ends_before_its_journal_refuses_it_is_answered(error: str) -> None:
+    async def scenario() -> None:
+        april, engine = service()
+        engine.silent = {messages.OpenRound}
+        async with client_of(april) as client:
+            task = await open_round(client, engine, round_id="r", prompts=[prompt(id="a")])
+            opened = engine.opened
+            stats = {"tokens_after_quota": 0, "warnings": []}
+            carried = {"groups": 0, "samples": 0, "tokens": 0, "bytes": {"device": 0, "host": 0}}
+            engine.emit(messages.RoundEnded("r", "default", 0, "exhausted", [], carried, stats, error=error))
+            engine.silent = set()
+            next_round = await open_round(client, engine, prompts=[prompt(id="b")])
+            engine.emit(messages.Answer(opened.seq, 500, "journal", "the journal cannot store it"))
+            response = await task
+            assert (response.status_code, response.json()["error"]["field"]) == (500, "journal")
+            engine.end(engine.opened, reason="stopped")
+            assert (await next_round).status_code == 200
+            assert not april.rounds.open
+
+    run(scenario())
+
+
 def test_a_reply_that_cannot_be_journalled_fails_its_round() -> None:
     async def scenario() -> None:
         april, engine = service()

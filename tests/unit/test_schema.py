@@ -39,7 +39,7 @@ PROMPT = [
         [[], "AAAA", [1.5], ["1"], [None], [True], [-1], [256], [2**31], [2**70], [[1]], list(range(90)), 7, {}],
     ),
     ("priority", [0, 2**31, "high", 1.5]),
-    ("top_logprobs_num", [-1, 1025, 1.5, None, "2"]),
+    ("top_logprobs_num", [-1, 257, 1025, 1.5, None, "2"]),
     ("metadata", [2**64, -(2**63) - 1, {"a": [2**70]}]),
 ]
 PARAMS = [
@@ -177,7 +177,7 @@ def test_each_sample_may_have_a_length_of_its_own() -> None:
 
 
 def test_a_sample_with_all_its_top_logprobs_fits_into_a_row_of_the_journal() -> None:
-    long = {"context_len": 2**17, "max_input_len": 2**17}
+    long = {"vocab_size": 2**16, "context_len": 2**17, "max_input_len": 2**17}
     assert accept(one(top_logprobs_num=1024, sampling_params={"max_new_tokens": 58_000}), **long)
     for sampling in ({"max_new_tokens": 59_000}, {"max_new_tokens": None}, {}):
         refused = refuse(one(top_logprobs_num=1024, sampling_params=sampling), **long)
@@ -197,6 +197,8 @@ def test_penalties_are_taken_without_the_overlap_loop() -> None:
     assert accept(body, overlap=False)
     assert "--disable-overlap-schedule" in refuse(body).reason
     assert accept(params(frequency_penalty=0.0, repetition_penalty=1.0))
+    tiny = refuse(params(repetition_penalty=1e-44), overlap=False)
+    assert tiny.field == "prompts[0].sampling_params.repetition_penalty", "logits would not be finite"
 
 
 def test_priority_needs_a_server_that_schedules_by_it() -> None:

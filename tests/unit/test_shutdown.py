@@ -1,16 +1,18 @@
 """SIGTERM in the scheduler and in the service: what a restart can use is stored, and open rounds get 503."""
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
 
 from sglang_april.api import messages
-from sglang_april.api.errors import RequestError
+from sglang_april.api.errors import SHUTDOWN, RequestError
 from sglang_april.http.shutdown import shut_down
 from sglang_april.scheduler import report
 from tests.unit.controller_harness import ControllerHarness, ids, lengths
 from tests.unit.crashing_harness import CrashingHarness
+from tests.unit.http_app import client_of, open_round
 from tests.unit.recount import samples_of
 from tests.unit.scripted_engine import ScriptedEngine, prompt, service
 
@@ -35,7 +37,8 @@ def test_partials_of_all_tiers_move_to_the_disk_and_come_back(tmp_path: Path, ov
     w.step(20)
     assert set(tiers(w).values()) == {"disk"}, "nothing runs, and all copies have ended"
     assert report.store(w.controller.context, w.controller.tiers)["in_flight"] == 0
-    assert w.open("late", lengths(1)).status == 503
+    late = w.open("late", lengths(1))
+    assert (late.status, late.field) == (503, SHUTDOWN)
     w.crash()
     assert {s.group.id: s.length for s in samples_of(w.ledger) if s.finish_step < 0} == lengths_before
     assert set(tiers(w).values()) == {"disk"}
@@ -123,11 +126,31 @@ def test_open_rounds_get_503_and_copies_are_waited_for() -> None:
         await shut_down(april)
         with pytest.raises(RequestError) as ended:
             await waiting
-        assert (ended.value.status, "open again" in ended.value.reason) == (503, True)
+        assert (ended.value.status, ended.value.field) == (503, SHUTDOWN)
+        assert "open again" in ended.value.reason
         with pytest.raises(RequestError) as refused:
             await april.rollout(request)
-        assert (refused.value.status, refused.value.reason) == (503, "the server is shutting down")
+        assert (refused.value.status, refused.value.field) == (503, SHUTDOWN)
+        assert refused.value.reason == "the server is shutting down"
         assert requested.count(messages.GetState) == 3
         assert requested.count(messages.Shutdown) == 1
+
+    asyncio.run(story())
+
+
+def test_the_last_event_of_an_open_stream_has_the_status() -> None:
+    async def story() -> None:
+        april, engine = service()
+        async with client_of(april) as client:
+            streaming = await open_round(client, engine, prompts=[prompt()], stream=True)
+            while not april.rounds.open_ids():
+                await asyncio.sleep(0)
+            await shut_down(april)
+            event = json.loads((await streaming).text)
+        assert event == {
+            "event": "error",
+            "status": 503,
+            "error": {"field": SHUTDOWN, "reason": "the server is shutting down"},
+        }
 
     asyncio.run(story())

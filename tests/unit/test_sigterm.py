@@ -36,13 +36,18 @@ class FakeManager:
         monkeypatch.setattr(shutdown, "collect_scheduler_processes", lambda: self.schedulers)
         monkeypatch.setattr(shutdown, "_end", end)
         self.manager = SimpleNamespace(
-            april=SimpleNamespace(config=SimpleNamespace(shutdown_s=limit)),
+            april=SimpleNamespace(
+                config=SimpleNamespace(shutdown_s=limit), restored_state=SimpleNamespace(fault=""), state=self._state
+            ),
             gracefully_exit=False,
             model_update_lock=SimpleNamespace(stock=0),
             _subprocess_watchdog=None,
             _dispatch_to_scheduler=self._dispatch,
         )
         self.shutdown = shutdown.ShutdownHandler(self.manager)
+
+    async def _state(self) -> dict[str, Any]:
+        return {"journal": {"waiting": 7}}
 
     def _dispatch(self, message: Any) -> None:
         assert isinstance(message, ShutdownReq)
@@ -68,6 +73,31 @@ def test_the_server_ends_within_the_limit(
         assert server.statuses[0] == status
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize("recovers", [False, True])
+def test_a_journal_that_cannot_be_written_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, recovers: bool
+) -> None:
+    """The schedulers may write it as they end."""
+
+    async def story() -> None:
+        monkeypatch.setattr(shutdown, "STORING", 1e-4)
+        server = FakeManager(monkeypatch, forever, 600.0)
+        server.manager.april.restored_state.fault = "the journal cannot be written: the disk is full"
+        dispatch = server.manager._dispatch_to_scheduler
+
+        def end(message: Any) -> None:
+            dispatch(message)
+            server.manager.april.restored_state.fault *= not recovers
+
+        server.manager._dispatch_to_scheduler = end
+        server.shutdown.signalled()
+        await server.ended.wait()
+        assert server.statuses[0] == (0 if recovers else 1)
+
+    asyncio.run(story())
+    assert ("the disk is full; 7 batches of records are lost" in caplog.text) is not recovers
 
 
 def test_a_second_signal_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

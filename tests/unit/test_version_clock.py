@@ -261,6 +261,31 @@ def test_a_named_call_names_the_version_after_a_restart(whole: bool, paused: boo
     assert clock.version == 7
 
 
+@pytest.mark.parametrize("begin", [7, None])
+def test_lost_weights_are_pushed_again_under_the_same_version_or_the_next(begin: int | None) -> None:
+    clock = VersionClock(7, lost=True)
+    assert "weights are lost" in clock.closed
+    clock.begin(begin)
+    assert not call(clock, 5, named=begin)
+    assert clock.end(None) == (begin or 8)
+
+
+def test_any_weight_call_replaces_lost_weights() -> None:
+    """As at other times, the first bucket of a push without begin and end moves the version: the last one is not
+    known."""
+    clock = VersionClock(7)
+    assert call(clock, 5)
+    clock.lost = True
+    assert call(clock, 5), "no forward since the push before"
+    clock.lost = False  # as the caller does when the version has moved
+    assert not call(clock, 5)
+    assert (clock.version, clock.closed) == (9, "")
+    clock.lost = True
+    assert "weight_version is 8" in clock.refusal(8)
+    assert call(clock, 5, named=9)
+    assert clock.version == 9
+
+
 def test_a_bucket_without_a_name_names_no_version_under_a_pause() -> None:
     clock = VersionClock(7, unnamed=True)
     assert not call(clock, 5, paused=True)

@@ -5,6 +5,7 @@ If a rank fails, all ranks are killed, because the others may be in the middle o
 
 import contextlib
 import multiprocessing
+import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
@@ -135,7 +136,7 @@ class ProcessWorkers(RemoteWorkers):
 
     def _send(self, rank: int, method: str, args: tuple[Any, ...]) -> None:
         try:
-            self._pipes[rank].send((method, args))
+            _send(self._pipes[rank], (method, args))
         except OSError as broken:
             raise WorkerDied from broken
 
@@ -145,7 +146,7 @@ class ProcessWorkers(RemoteWorkers):
 
     def _receive(self, rank: int) -> Outcome:
         try:
-            answer: Outcome = self._pipes[rank].recv()
+            answer: Outcome = _receive(self._pipes[rank])
         except (EOFError, OSError) as broken:
             raise WorkerDied from broken
         return answer
@@ -169,6 +170,15 @@ def _serve(pipe: Connection, settings: TrainerSettings, rank: int, init_method: 
     """Main function of a rank's process: answers calls until its pipe is closed."""
     worker = RemoteWorker(settings, rank)
     with contextlib.suppress(EOFError, OSError):
-        pipe.send(worker.join(init_method))
+        _send(pipe, worker.join(init_method))
         while True:
-            pipe.send(worker.do(*pipe.recv()))
+            _send(pipe, worker.do(*_receive(pipe)))
+
+
+def _send(pipe: Connection, message: Any) -> None:
+    """Send tensors by value: `Connection.send` passes a file descriptor for each, and a step has thousands."""
+    pipe.send_bytes(pickle.dumps(message))
+
+
+def _receive(pipe: Connection) -> Any:
+    return pickle.loads(pipe.recv_bytes())  # noqa: S301  (sent by a process of this trainer)

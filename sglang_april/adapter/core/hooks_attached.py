@@ -90,7 +90,8 @@ async def _answers(answers: Any, manager: Any, attachment: Attachment, described
             for choice, one in enumerate(answer if isinstance(answer, list) else [answer]):
                 if reason := one["meta_info"].get("finish_reason"):
                     told, rid = reason.pop(DESCRIPTION, None), one["meta_info"]["id"]
-                    info = read_description(told) if told else await manager.april.attached.description(rid)
+                    leg = attachment.trajectory is not None
+                    info = read_description(told) if told else await manager.april.attached.description(rid, leg=leg)
                     one["meta_info"]["april"] = described[one.get("index", choice)] = {**attachment._asdict(), **info}
             yield answer
     finally:

@@ -179,7 +179,8 @@ def release_memory(orig: Callable[..., Any], manager: Any, recv_req: Any) -> Any
     """AROUND SchedulerWeightUpdaterManager.release_memory_occupation: it unmaps the KV first and flushes second.
 
     While SGLang's own requests run, it would fail an assertion, which ends the server. In that case nothing is
-    released, and the scheduler's state shows this to the HTTP process.
+    released, and the scheduler's state shows this to the HTTP process. The memory saver drops released weights unless
+    it has a copy.
     """
     controller: Controller = manager.scheduler.april
     controller.interrupt()
@@ -187,4 +188,9 @@ def release_memory(orig: Callable[..., Any], manager: Any, recv_req: Any) -> Any
         return ReleaseMemoryOccupationReqOutput()
     if not recv_req.tags or "kv_cache" in recv_req.tags:
         controller.evacuate()
-    return orig(manager, recv_req)
+    out = orig(manager, recv_req)
+    args = shape.resolved(manager.scheduler.server_args)
+    kept = not args.enable_memory_saver or args.enable_weights_cpu_backup
+    if not kept and (not recv_req.tags or "weights" in recv_req.tags):
+        controller.weights_lost()
+    return out

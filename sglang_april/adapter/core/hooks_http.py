@@ -110,17 +110,21 @@ async def release_when_idle(original: Original, manager: Any, obj: Any, request:
     """AROUND `release_memory_occupation`: the scheduler asserts idleness, which would end the server
     (`evacuate-before-clear`). The writer lock blocks requests that arrive meanwhile.
 
+    Tags that are released already are left out: the memory saver ends the scheduler if it is to release one again.
+
     Raises:
         ValueError: a tag is unknown, which SGLang would accept, or the server is busy. SGLang's route answers 400.
     """
-    if unknown := sorted(_tags(obj) - set(GPU_MEMORY_ALL_TYPES)):
+    tags = _tags(obj)
+    if unknown := sorted(tags - set(GPU_MEMORY_ALL_TYPES)):
         raise ValueError(f"tags: {', '.join(unknown)} is not one of {', '.join(GPU_MEMORY_ALL_TYPES)}")
     await manager.april.restored_state.ready()
     async with manager.april.audit.paused():
         await _refuse_while_busy(manager)
         async with manager.model_update_lock.writer_lock:
-            result = await _release(original, manager, obj, request)
-    manager.april.released |= _tags(obj)
+            obj.tags = sorted(tags - set(await manager.april.released_memory()))
+            result = await _release(original, manager, obj, request) if obj.tags else None
+    manager.april.released |= tags
     return result
 
 

@@ -27,9 +27,7 @@ from sglang_april.scheduler.controller import Controller
 from sglang_april.scheduler.recorder import Recorder
 from sglang_april.scheduler.restore import starting_version
 from sglang_april.scheduler.state import Sample
-
-UNNAMED = -1
-"""Version in cache keys until the policy version of the weights is named."""
+from sglang_april.scheduler.version_clock import UNNAMED
 
 log = logging.getLogger("sglang_april")
 

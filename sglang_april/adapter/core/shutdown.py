@@ -1,7 +1,8 @@
 """SIGTERM or Ctrl-C: end the server in order within `--april-shutdown-s`.
 
 SGLang waits for its own requests without a limit and then kills its processes, itself included. Here samples are
-suspended and stored first, schedulers end by SGLang's own message (which closes the journal), and the exit status is 0.
+suspended and stored first, schedulers end by SGLang's own message (which closes the journal), and the exit status is 0,
+or 1 if the journal could not be written.
 The time limit or a second signal ends everything at once, with status 1; as with kill -9, nothing in the journal is
 lost. Ctrl-C does not wait for SGLang's own requests; the exit status is 130, and the last line names what is kept.
 """
@@ -72,11 +73,15 @@ class ShutdownHandler:
             log.warning("april: not everything was stored within %g s", limit)
         except Exception:
             log.exception("april: the state could not be stored")
+        april = self._manager.april
+        unwritten = (await april.state())["journal"]["waiting"] if april.restored_state.fault else 0
         self._manager._dispatch_to_scheduler(ShutdownReq())
         while collect_scheduler_processes():
             await asyncio.sleep(POLL_S)
+        if fault := april.restored_state.fault:  # the last attempt to write, as the journal closed, failed too
+            log.error("april: %s; %d batches of records are lost", fault, unwritten)
         log.info("april: shut down in %.1f s", time.monotonic() - self._began)
-        self._end(0)
+        self._end(1 if fault else 0)
 
     async def _store(self) -> None:
         await shut_down(self._manager.april)
