@@ -95,6 +95,14 @@ def test_workflow_of_several_turns(engine: SGLangEngine, live: LiveServer, answe
     assert len(answers) == 2
 
 
+def test_executor_runs_a_workflow(engine: SGLangEngine, live: LiveServer, answers: list[dict[str, Any]]) -> None:
+    """It passes the inner engine to the workflow."""
+    workflow = RLVRWorkflow(no_reward, SAMPLING, AutoTokenizer.from_pretrained(live.model(0)))
+    (result,) = live.result_of(live.in_background(lambda: engine.rollout_batch([DATA], workflow)))
+    versions = check(live, {name: tensor.flatten().tolist() for name, tensor in result.items()}, answers)
+    assert versions == [live.version] * LENGTH
+
+
 @pytest.fixture
 def rl_trainer(monkeypatch: pytest.MonkeyPatch) -> Any:
     """AReaL's trainer module after the assignment of the page. Four loggers that it imports are not installed here."""
