@@ -41,7 +41,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         (["--prompt-data=bad.jsonl"], "prompt_data: bad.jsonl, line 2: Expecting ',' delimiter"),
         (["--prompt-data=none.jsonl"], "prompt_data: none.jsonl does not exist"),
         (["--hf-checkpoint=nowhere"], "hf_checkpoint: nowhere contains no config.json"),
-        (["--save=good.jsonl/run"], "Not a directory: 'good.jsonl/run"),
+        (["--save=good.jsonl/run"], "good.jsonl/run/checkpoints'"),
         (["--hf-checkpoint=model"], "model_type '' is not one of"),
         ([f"--reward={HERE / 'reward_functions.py'}:lenght"], "no attribute 'lenght'"),
         ([f"--group-reward={HERE / 'none.py'}:length"], "group_reward: "),

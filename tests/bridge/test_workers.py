@@ -4,6 +4,7 @@ import contextlib
 import resource
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -38,10 +39,11 @@ def serve_echo(pipe: Connection, *arguments: Any) -> None:
 
 
 @contextlib.contextmanager
-def open_files_limited(count: int) -> Iterator[None]:
-    """Also in processes that are started meanwhile."""
+def open_files_limited(more: int) -> Iterator[None]:
+    """No more than `more` further ones, also in processes that are started meanwhile."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
+    highest = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + more, hard))
     try:
         yield
     finally:
@@ -53,7 +55,7 @@ def test_a_call_may_have_more_tensors_than_a_process_may_have_files(
 ) -> None:
     monkeypatch.setattr(workers, "_serve", serve_echo)
     batches = micro_batches(40)
-    with open_files_limited(256):
+    with open_files_limited(200):
         ranks = workers.ProcessWorkers(settings(tmp_path, world_size=2))
         try:
             answers = ranks.call("step", [(batches,), (batches,)])
