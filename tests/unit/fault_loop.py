@@ -179,8 +179,12 @@ class FaultLoop(CrashLoop):
 
     def release(self) -> None:
         if self.engine.release_memory():
+            if lost := self.rng.random() < 0.5:
+                self.engine.controller.weights_lost()
             self.engine.step()
             self.engine.released = []
+            if lost:
+                self.engine.weight_call(ok=True, whole=True, flush=False)
 
 
 class FaultClient(CrashClient):
