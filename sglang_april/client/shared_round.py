@@ -3,6 +3,7 @@
 import contextlib
 import queue
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -165,6 +166,8 @@ class SharedRound:
             if row["round_id"] == self.id:
                 self._accepted[engine] = row["counted"]
                 self._mandatory |= dict.fromkeys(row["mandatory"], engine)
+                # An earlier attempt may have sent an extension here although its prompts name another engine.
+                self.sent |= dict.fromkeys((one["id"] for one in client.partials(row["run"])["groups"]), engine)
                 return
         reply = client.get_round(self.id)
         finished = [] if reply is None else reply.finished
@@ -237,13 +240,17 @@ def _spread(
 ) -> dict[int, list[dict[str, Any]]]:
     """The prompts of each engine, without the field `engine`. A prompt that was sent before has its engine from `sent`.
 
-    Prompts without an engine, or whose engine is not among `engines`, are assigned round-robin.
+    Prompts without an engine, or whose engine is not among `engines`, go to the one to which the fewest were sent.
     """
     shares: dict[int, list[dict[str, Any]]] = {engine: [] for engine in engines}
-    for i, prompt in enumerate(prompts):
+    load = Counter(sent.values())
+    for prompt in prompts:
         fields = dict(prompt)
         engine = sent.get(fields["id"], fields.pop("engine", None))
-        shares[engine if engine in shares else engines[i % len(engines)]].append(fields)
+        if engine not in shares:
+            engine = min(engines, key=lambda one: load[one])
+        load[engine] += 1
+        shares[engine].append(fields)
     return shares
 
 

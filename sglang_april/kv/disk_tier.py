@@ -203,7 +203,7 @@ class DiskTier:
     def begin(self, epoch: str, keep: Iterable[Key] = ()) -> int:
         """Remove this rank's files of samples not in `keep` and incomplete files, then record the new epoch.
 
-        Files of ranks that an earlier server had, and this one has not, are divided among the ranks.
+        Files of ranks that an earlier server had, and this one has not, are removed by any rank.
         A crash in the middle leaves the previous epoch recorded. The folder is synced before the new epoch is written,
         so no removed file reappears under it after a loss of power.
 
@@ -218,7 +218,7 @@ class DiskTier:
             path
             for path in self._folder.iterdir()
             if (written := _FILE_NAME.fullmatch(path.name))
-            and int(written["rank"]) % self._ranks == self._rank
+            and (int(written["rank"]) == self._rank or int(written["rank"]) >= self._ranks)
             and path.name not in kept
         ]
         try:

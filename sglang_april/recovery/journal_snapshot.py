@@ -118,14 +118,14 @@ def read_snapshot(db: sqlite3.Connection) -> JournalSnapshot:
     saved.epoch, saved.next_epoch = str(meta.get("epoch", "")), secrets.token_hex(16)
     saved.ids = db.execute("SELECT run, id, next FROM ids ORDER BY rowid").fetchall()
     saved.rounds_opened = dict(db.execute("SELECT run, max(number) FROM rounds GROUP BY run"))
-    query = "SELECT gid, run, incarnation, prompt, params, accepted FROM groups WHERE NOT dropped ORDER BY gid"
-    for gid, run, incarnation, prompt_blob, params_blob, accepted in db.execute(query).fetchall():
+    query = "SELECT gid, run, incarnation, prompt, params, accepted, n FROM groups WHERE NOT dropped ORDER BY gid"
+    for gid, run, incarnation, prompt_blob, params_blob, accepted, n in db.execute(query).fetchall():
         try:
             prompt = unseal(prompt_blob, Prompt, gid, run, incarnation)
             params = unseal(params_blob, bytes, gid)
         except CorruptRecordError:
             saved.corrupt += 1
-            saved.lost += not run.startswith(ATTACHED)  # an attached request is sent again
+            saved.lost += not run.startswith(ATTACHED) and _delivered_samples(db, gid) < n  # requests are sent again
             saved.repairs += [(statement, (gid,)) for statement in DROP_GROUP]
             continue
         if samples := _undelivered(db, saved, gid, prompt.n):
@@ -150,6 +150,12 @@ def _version(saved: JournalSnapshot, record: Any) -> int:
     spans = [span for leg in legs for span in leg.spans]
     spans += [span for s in samples for part in (s.chunk, s.finished) if part is not None for span in part.spans]
     return max([span.version for span in spans] + [r.ended.policy_version for r in saved.replies], default=0)
+
+
+def _delivered_samples(db: sqlite3.Connection, gid: int) -> int:
+    query = "SELECT count(*) FROM finished WHERE gid=? AND round_id IS NOT NULL"
+    count: int = db.execute(query, (gid,)).fetchone()[0]
+    return count
 
 
 def _undelivered(db: sqlite3.Connection, saved: JournalSnapshot, gid: int, n: int) -> list[SnapshotSample]:

@@ -430,3 +430,24 @@ def test_when_an_engine_refuses_the_round_the_streams_of_the_others_are_read_to_
     with pytest.raises(AprilError, match="are refused"):
         run_round(pool, request("r.1", "a1 b1", 1))
     assert read_to_end.wait(timeout=10)
+
+
+def test_a_repeated_extension_finds_the_engine_that_an_earlier_attempt_has_moved_it_to() -> None:
+    """The trainer that repeats the round knows nothing of the moves, and draws the same prompts for other engines."""
+    pool, engines = engine_pool(3)
+    engines[1].may_finish = engines[2].may_finish = 0
+    body = request("r.1", "a1 b1 c1", 6, count="accepted")
+    events = pool.stream(**body)
+    next(events)
+    pool.judge("r.1", accept=["a1"])
+    until(lambda: engines[0].rounds["r.1"].ended is not None, "the round has ended at the first engine")
+    for i in range(3):
+        pool.extend("r.1", prompts=[{"id": f"new {i}", "n": 2, "engine": 0}])
+    assert {len(engine.waiting) for engine in engines[1:]} == {2, 3}, "one engine got all of them"
+    held = [list(engine.waiting) for engine in engines]
+    again = EnginePool(engines)  # type: ignore[arg-type]
+    next(again.stream(**body))
+    for i in range(3):
+        with pytest.raises(AprilError):
+            again.extend("r.1", prompts=[{"id": f"new {i}", "n": 2, "engine": i}])
+    assert [engine.waiting for engine in engines] == held

@@ -89,7 +89,7 @@ def test_open_stream_reports_a_full_disk_and_continues(journalled: Server, tmp_p
 
 def test_sigterm_on_a_full_disk_names_what_is_lost(pool: Pool, tmp_path: Path, run: str) -> None:
     journal = tmp_path / "journal"
-    server = pool.get("full disk", [*NORMAL, f"--april-journal={journal}", "--april-shutdown-s=5"], forked=True)
+    server = pool.get("full disk", [*NORMAL, f"--april-journal={journal}", "--april-shutdown-s=20"], forked=True)
     assert server.process is not None
     server.rollout(run=f"{run}-before", prompts=[prompt("large", 4, metadata="m" * 2**20)], quota=None)
     limit(server, (tmp_path / "journal-wal").stat().st_size)

@@ -184,6 +184,7 @@ class FaultLoop(CrashLoop):
             self.engine.step()
             self.engine.released = []
             if lost:
+                self.engine.step()
                 self.engine.weight_call(ok=True, whole=True, flush=False)
 
 

@@ -81,7 +81,9 @@ class ShutdownHandler:
         if fault := april.restored_state.fault:  # the last attempt to write, as the journal closed, failed too
             log.error("april: %s; %d batches of records are lost", fault, unwritten)
         log.info("april: shut down in %.1f s", time.monotonic() - self._began)
-        self._end(1 if fault else 0)
+        if fault:
+            _end(1)  # also after Ctrl-C, whose last line would say that everything is kept
+        self._end(0)
 
     async def _store(self) -> None:
         await shut_down(self._manager.april)
