@@ -21,6 +21,8 @@ from sglang_april.recovery.journal_trajectories import DeliveredTrajectories, re
 from sglang_april.recovery.sealed import CorruptRecordError, unseal
 
 DROP_GROUP = tuple(f"DELETE FROM {table} WHERE gid=?" for table in ("groups", "admitted", "chunks", "finished"))  # noqa: S608
+MAX_UNFINISHED, MAX_UNFINISHED_TOKENS = 2**14, 2**24
+"""Attached requests, and their output tokens, that a restart keeps for callers that send them again."""
 
 
 class Chunk(msgspec.Struct, array_like=True):
@@ -133,6 +135,7 @@ def read_snapshot(db: sqlite3.Connection) -> JournalSnapshot:
             if accepted is not None and group.whole:  # damage may have made it unfinished again
                 group.accepted = bool(accepted)
             (saved.attached if run.startswith(ATTACHED) else saved.groups).append(group)
+    _forget_oldest(saved)
     delivered = read_trajectories(db, saved)
     _read_rounds(db, saved, delivered)
     saved.version = _version(saved, meta.get("version"))
@@ -150,6 +153,20 @@ def _version(saved: JournalSnapshot, record: Any) -> int:
     spans = [span for leg in legs for span in leg.spans]
     spans += [span for s in samples for part in (s.chunk, s.finished) if part is not None for span in part.spans]
     return max([span.version for span in spans] + [r.ended.policy_version for r in saved.replies], default=0)
+
+
+def _forget_oldest(saved: JournalSnapshot) -> None:
+    """Bound the unfinished attached requests: a caller may never come back, or comes with another `rid`."""
+    kept, count, tokens = list[SnapshotGroup](), 0, 0
+    for group in reversed(saved.attached):
+        if group.samples[0].finished is None:
+            count += 1
+            tokens += 0 if (chunk := group.samples[0].chunk) is None else chunk.length
+            if count > MAX_UNFINISHED or tokens > MAX_UNFINISHED_TOKENS:
+                saved.repairs += [(statement, (group.gid,)) for statement in DROP_GROUP]
+                continue
+        kept.append(group)
+    saved.attached = kept[::-1]
 
 
 def _delivered_samples(db: sqlite3.Connection, gid: int) -> int:

@@ -446,8 +446,9 @@ def test_a_repeated_extension_finds_the_engine_that_an_earlier_attempt_has_moved
     assert {len(engine.waiting) for engine in engines[1:]} == {2, 3}, "one engine got all of them"
     held = [list(engine.waiting) for engine in engines]
     again = EnginePool(engines)  # type: ignore[arg-type]
-    next(again.stream(**body))
+    repeated = again.stream(**body)
+    next(repeated)
     for i in range(3):
-        with pytest.raises(AprilError):
+        with pytest.raises(AprilError, match="is still undelivered"):
             again.extend("r.1", prompts=[{"id": f"new {i}", "n": 2, "engine": i}])
     assert [engine.waiting for engine in engines] == held

@@ -7,7 +7,7 @@ import pytest
 
 from sglang_april.api.messages import FinishedSample, Prompt, Span
 from sglang_april.api.types import ATTACHED
-from sglang_april.recovery import schema
+from sglang_april.recovery import journal_snapshot, schema
 from sglang_april.recovery.journal import Journal
 from sglang_april.recovery.journal_snapshot import Chunk, JournalSnapshot, restored_event
 from sglang_april.scheduler import attached_journal
@@ -111,3 +111,14 @@ def test_a_request_that_is_not_sent_again_yet_is_not_evicted(tmp_path: Path, mon
     )
     kept = KeptRequests(saved.attached)
     assert [kept.add(gid, 10) for gid in (2, 3)] == [[], [2]]
+
+
+def test_requests_that_nobody_sends_again_do_not_accumulate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callers whose `rid`s SGLang draws send theirs again under other ones."""
+    monkeypatch.setattr(journal_snapshot, "MAX_UNFINISHED", 2)
+    path, chunk = tmp_path / "journal", Chunk(ids(1), logprobs(1), SPANS)
+    records = [[schema.attached(ATTACHED + "r", request(i, str(i))), schema.tokens(i, 0, 0, chunk)] for i in range(3)]
+    saved = saved_after(path, *(record for pair in records for record in pair))
+    assert [group.gid for group in saved.attached] == [1, 2]
+    monkeypatch.undo()
+    assert [group.gid for group in saved_after(path).attached] == [1, 2]
