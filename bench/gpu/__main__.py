@@ -140,7 +140,9 @@ def main(given: list[str] | None = None) -> int:
             print(f"{label}: passed before", flush=True)
             continue
         print(f"{label}: log {log_of(setting.folder, piece)}", flush=True)
-        run_id = (None if args.again else state.get(piece.name, {}).get("run_id")) or new_run_id(piece)
+        run_id = state.get(piece.name, {}).get("run_id") or ""
+        if args.again or record.commit()[:8] not in run_id:  # rows of another commit are not those of this one
+            run_id = new_run_id(piece)
         # Stored before the piece begins, so that the next call continues a run that was interrupted.
         state[piece.name] = {"state": "interrupted", "seconds": 0.0, "run_id": run_id}
         where.write_text(json.dumps(state, indent=1) + "\n")

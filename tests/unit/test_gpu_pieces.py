@@ -15,6 +15,7 @@ from bench import record
 from bench.gpu import __main__ as gpu
 from bench.gpu.page import README_CELLS, log_of, page
 from bench.gpu.pieces import CONTINUES, LIVE, NOT_ON_ONE_GPU, RUN_ID, GpuSetting, Piece, pieces
+from tests.support.live import until
 
 
 def setting(kind: str, folder: Path = Path("out/gpu")) -> GpuSetting:
@@ -161,6 +162,24 @@ def test_a_run_id_is_kept_until_its_piece_has_passed(tmp_path: Path, monkeypatch
     assert seen == ["gpu-april-8-01234567-a", "gpu-april-8-01234567-a", "gpu-april-8-01234567-b"]
 
 
+def test_a_piece_that_was_interrupted_at_another_commit_begins_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commits, seen = iter(("a" * 40, "a" * 40, "b" * 40, "b" * 40)), list[str]()
+    monkeypatch.setattr(record, "commit", lambda: next(commits))
+    monkeypatch.setattr(gpu, "pieces", lambda _: [Piece("april/8", ("run", "--run-id", RUN_ID))])
+    monkeypatch.setattr(gpu, "setting_of", lambda _: setting("cpu", tmp_path))
+    monkeypatch.setattr(gpu, "page", lambda *_: "")
+
+    def run_piece(piece: Piece, _folder: Path) -> dict[str, Any]:
+        seen.append(piece.command[-1])
+        return {"state": "continues", "seconds": 1.0}
+
+    monkeypatch.setattr(gpu, "run_piece", run_piece)
+    assert [gpu.main([]), gpu.main([])] == [1, 1]
+    assert [name.split("-")[3] for name in seen] == ["aaaaaaaa", "bbbbbbbb"]
+
+
 def test_page_names_the_commit_of_each_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "commit", lambda: "f" * 40)
     chosen = [script("old", ""), script("new", "")]
@@ -182,7 +201,8 @@ def test_piece_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) ->
     )
     status = gpu.run_piece(script("long", code), tmp_path, limit_s=5)
     assert status["state"] == "timed out"
-    assert not _runs(int((tmp_path / "pid").read_text()))
+    child = int((tmp_path / "pid").read_text())
+    until(lambda: not _runs(child), "the killed child is gone")
 
 
 def _runs(pid: int) -> bool:
