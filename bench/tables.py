@@ -6,6 +6,8 @@ from statistics import median
 from typing import Any
 
 from bench.record import Row
+IN_FLIGHT = ("async", "pause-in-place", "pause-retract")
+"""Variants whose clients do not see what is prefilled again; older rows have what a rest between two rows had caused."""
 from bench.rollout.interleaving import INTERLEAVED
 from bench.rollout.metrics import limit_of, peaks, share
 from bench.rollout.steady_state import carry_is_level
@@ -126,6 +128,11 @@ def _marks(rows: list[Row]) -> str:
     return ", ".join(name for name, applies in marks if applies)
 
 
+def _reprefilled(rows: list[Row]) -> str:
+    known = [row for row in rows if row["variant"] not in IN_FLIGHT]
+    return _number("reprefilled_tokens", ".2f", per="delivered_tokens")(known)
+
+
 def _row_level(row: Row) -> bool:
     grown = row["carry_grown"] if row.get("carry_grown") is not None else row["carry_end"] - row["carry_start"]
     return carry_is_level(grown, row["delivered_tokens"])
@@ -141,7 +148,7 @@ COLUMNS: dict[str, Callable[[list[Row]], str]] = {
     "mean batch": _number("mean_running", ".1f"),
     "round p50 s": _number("round_s_p50", ".2f"),
     "after the end, a round": _number("tokens_after_end", ",.0f", per="rounds"),
-    "re-prefilled, a token": _number("reprefilled_tokens", ".2f", per="delivered_tokens"),
+    "re-prefilled, a token": _reprefilled,
     "off-policy": _number("off_policy_share", ".1%"),
     "hybrid": _number("hybrid_share", ".1%"),
     "lost": _lost,
