@@ -6,6 +6,7 @@ from statistics import median
 from typing import Any
 
 from bench.record import Row
+
 IN_FLIGHT = ("async", "pause-in-place", "pause-retract")
 """Variants whose clients do not see what is prefilled again; older rows have what a rest between two rows had caused."""
 from bench.rollout.interleaving import INTERLEAVED
