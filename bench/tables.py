@@ -6,13 +6,12 @@ from statistics import median
 from typing import Any
 
 from bench.record import Row
-
-IN_FLIGHT = ("async", "pause-in-place", "pause-retract")
-"""Variants whose clients do not see what is prefilled again; older rows have what a rest between two rows had caused."""
 from bench.rollout.interleaving import INTERLEAVED
 from bench.rollout.metrics import limit_of, peaks, share
 from bench.rollout.steady_state import carry_is_level
 
+IN_FLIGHT = ("async", "pause-in-place", "pause-retract")
+"""Variants whose clients do not see what is prefilled again; older rows have what a rest between rounds had caused."""
 ROUNDS = 8
 """Measured rounds of a whole row."""
 OUTSIDE = ("outside", "outside-retry3s")
