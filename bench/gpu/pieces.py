@@ -32,7 +32,7 @@ CONTINUES = "the budget was too small"
 """What bench.rollout prints if cells are left; the next call measures them under the same run id."""
 
 RUN_ID = "RUN_ID"
-"""Stands in a command for the piece's run id, which names commit and start and is kept until the piece has passed."""
+"""Placeholder for the piece's run id, which names commit and start and is kept until the piece has passed."""
 
 
 @dataclass(frozen=True)

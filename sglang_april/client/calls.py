@@ -229,10 +229,10 @@ class Calls:
         raise as_error(response.status_code, error)
 
     def check_not_shutting_down(self, response: httpx.Response) -> None:
-        """Whatever else the response says, the server that sent it goes on.
+        """Check the response for the refusal of a server that is shutting down; ignore other errors.
 
         Raises:
-            ServerLostError: it is shutting down.
+            ServerLostError: the server is shutting down.
         """
         try:
             self.content(response)

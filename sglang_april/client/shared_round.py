@@ -60,7 +60,7 @@ class SharedRound:
             if self._quota is not None:
                 for engine in range(len(self._clients)):
                     self._read_state(engine)
-        finally:  # also if an engine refuses: a stream that nobody reads holds its connection
+        finally:  # also if an engine refuses: an unread stream holds its connection
             for engine, stream in enumerate(streams):
                 follow = partial(self._follow_stream, engine, stream)
                 threading.Thread(target=follow, daemon=True, name=f"engine {engine}").start()

@@ -21,8 +21,8 @@ from sglang_april.recovery.journal_trajectories import DeliveredTrajectories, re
 from sglang_april.recovery.sealed import CorruptRecordError, unseal
 
 DROP_GROUP = tuple(f"DELETE FROM {table} WHERE gid=?" for table in ("groups", "admitted", "chunks", "finished"))  # noqa: S608
-MAX_UNFINISHED, MAX_UNFINISHED_TOKENS = 2**14, 2**24
-"""Attached requests, and their output tokens, that a restart keeps for callers that send them again."""
+MAX_KEPT, MAX_TOKENS = 2**14, 2**24
+"""Answered requests, and their output tokens, that the journal keeps; a restart keeps as many unfinished ones."""
 
 
 class Chunk(msgspec.Struct, array_like=True):
@@ -162,7 +162,7 @@ def _forget_oldest(saved: JournalSnapshot) -> None:
         if group.samples[0].finished is None:
             count += 1
             tokens += 0 if (chunk := group.samples[0].chunk) is None else chunk.length
-            if count > MAX_UNFINISHED or tokens > MAX_UNFINISHED_TOKENS:
+            if count > MAX_KEPT or tokens > MAX_TOKENS:
                 saved.repairs += [(statement, (group.gid,)) for statement in DROP_GROUP]
                 continue
         kept.append(group)

@@ -8,10 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from sglang_april.api.types import ATTACHED
-from sglang_april.recovery.journal_snapshot import Chunk, JournalSnapshot, SnapshotGroup
-
-MAX_KEPT, MAX_TOKENS = 2**14, 2**24
-"""Answered requests, and their output tokens, that the journal keeps."""
+from sglang_april.recovery.journal_snapshot import MAX_KEPT, MAX_TOKENS, Chunk, JournalSnapshot, SnapshotGroup
 
 
 class KeptRequests:

@@ -9,40 +9,13 @@ from typing import Any
 
 import pytest
 
-from sglang_april.client import AprilError, PushLeftOpenError
+from sglang_april.client import AprilError
 from sglang_april.client.async_engine_pool import AsyncEnginePool
 from sglang_april.client.engine_pool import EnginePool
 from sglang_april.client.merged_stats import merge_stats
 from sglang_april.client.types import RolloutGroup, RolloutSummary
-from tests.bridge.fake_engine_pool import FakePoolEngine
+from tests.bridge.engine_pool_rounds import delivered_ids, engine_pool, request, run_round
 from tests.support.live import until
-
-
-def engine_pool(count: int = 2) -> tuple[EnginePool, list[FakePoolEngine]]:
-    engines = [FakePoolEngine() for _ in range(count)]
-    return EnginePool(engines), engines  # type: ignore[arg-type]
-
-
-def request(round_id: str, names: str, quota: int | None, **fields: Any) -> dict[str, Any]:
-    """Prompts are named like `a3 b1`: a letter for the engine, and a number."""
-    prompts = [{"id": name, "engine": "abc".index(name[0]), "n": 2} for name in names.split()]
-    body = {"run": "r", "round_id": round_id, "prompts": prompts, "quota": quota}
-    return {**body, "count": "finished", "previews": True, **fields}
-
-
-def run_round(pool: EnginePool, body: dict[str, Any]) -> RolloutSummary:
-    """The summary of a round. Checks that all delivered groups were streamed before."""
-    events = list(pool.stream(**body))
-    summary = events.pop()
-    assert isinstance(summary, RolloutSummary)
-    assert {named["id"] for named in summary.delivered} <= {
-        event.id for event in events if isinstance(event, RolloutGroup)
-    }
-    return summary
-
-
-def delivered_ids(summary: RolloutSummary) -> list[str]:
-    return [named["id"] for named in summary.delivered]
 
 
 def test_exactly_the_quota_is_delivered_and_the_rest_stays_at_its_engine() -> None:
@@ -115,75 +88,6 @@ def test_a_mandatory_group_of_an_engine_that_has_ended_is_not_waited_for() -> No
     *_, summary = events
     assert isinstance(summary, RolloutSummary)
     assert delivered_ids(summary) == ["b1", "b2"]
-
-
-def at_an_engine_that_has_ended() -> tuple[EnginePool, list[FakePoolEngine], Iterator[Any]]:
-    """A round in which both groups of engine a are accepted, while engine b has two unfinished groups."""
-    pool, engines = engine_pool()
-    engines[1].may_finish = 0
-    events = pool.stream(**request("r.1", "a1 a2 b1 b2", 4, count="accepted"))
-    for event in (next(events), next(events)):
-        pool.judge("r.1", accept=[event.id])  # type: ignore[union-attr]
-    until(lambda: engines[0].rounds["r.1"].ended is not None, "the round has ended at engine a")
-    return pool, engines, events
-
-
-def test_extension_of_an_engine_that_has_ended_goes_to_the_others() -> None:
-    """The engine has nothing left to finish, while the quota of the pool is open."""
-    pool, engines, events = at_an_engine_that_has_ended()
-    pool.extend("r.1", 0, [{"id": "n1", "n": 2}, {"id": "n2", "n": 2}, {"id": "a3", "engine": 0, "n": 2}])
-    assert [engine.waiting for engine in engines] == [[], ["b1", "b2", "n2", "n1", "a3"]]
-    assert pool.moved == {"a3": 1}
-    with engines[1].changed:
-        engines[1].may_finish = 3
-        engines[1].changed.notify_all()
-    pool.judge("r.1", reject=[next(events).id])
-    pool.judge("r.1", accept=[next(events).id, next(events).id])
-    assert delivered_ids(next(events)) == ["a1", "a2", "b1", "b2", "n2"]
-
-
-def test_extension_is_refused_when_the_round_has_ended_at_all_engines() -> None:
-    pool, engines, _ = at_an_engine_that_has_ended()
-    engines[1].stop("r.1")
-    with pytest.raises(AprilError, match="ended at all engines") as caught:
-        pool.extend("r.1", 1, [{"id": "n1", "n": 2}])
-    assert (caught.value.status, caught.value.field) == (409, "round_id")
-
-
-def test_prompt_that_an_ended_engine_has_finished_is_not_sent_to_another() -> None:
-    """Its first extension was sent, and the answer lost; then the trainer is restarted, and repeats both."""
-    pool, engines, _ = at_an_engine_that_has_ended()
-    again, sent = EnginePool(engines), [{"id": "a2", "engine": 0, "n": 2}]  # type: ignore[arg-type]
-    with pytest.raises(AprilError, match=r"'a2'.* finished"):
-        pool.extend("r.1", 0, sent)
-    events = again.stream(**request("r.1", "a1 a2 b1 b2", 4, count="accepted"))
-    assert isinstance(next(events), RolloutGroup)
-    with pytest.raises(AprilError, match=r"'a2'.* finished"):
-        again.extend("r.1", 0, sent)
-    assert engines[1].waiting == ["b1", "b2"]
-
-
-def test_an_extension_that_failed_at_one_engine_can_be_repeated() -> None:
-    pool, engines = engine_pool()
-    for engine in engines:
-        engine.may_finish = 0
-    events = pool.stream(**request("r.1", "a1 b1", 4))
-    reader = threading.Thread(target=lambda: list(events), daemon=True)
-    reader.start()
-    until(lambda: all(engine.waiting for engine in engines), "the round is open")
-    more = request("r.1", "a2 b2", 0)["prompts"]
-    extend = engines[1].extend
-    engines[1].extend = refuse  # type: ignore[method-assign]
-    with pytest.raises(AprilError, match="lost"):
-        pool.extend("r.1", 2, more)
-    engines[1].extend = extend  # type: ignore[method-assign]
-    with pytest.raises(AprilError, match="undelivered"):
-        pool.extend("r.1", 2, more)
-    assert [engine.waiting for engine in engines] == [["a1", "a2"], ["b1", "b2"]]
-
-
-def refuse(*_arguments: Any, **_fields: Any) -> None:
-    raise AprilError(0, "server", "lost")
 
 
 def test_mandatory_group_is_waited_for_and_counts_towards_the_quota() -> None:
@@ -262,17 +166,6 @@ def test_verdicts_are_sent_to_the_engine_of_the_group() -> None:
         pool.judge("r.1", ["a2"])
 
 
-def test_extension_raises_the_common_quota() -> None:
-    pool, _ = engine_pool()
-    body = request("r.1", "a1 b1", 2)
-    for extended, event in enumerate(pool.stream(**body)):
-        if isinstance(event, RolloutSummary):
-            break
-        if extended == 0:
-            pool.extend("r.1", 1, [{"id": "b9", "engine": 1, "n": 2}])
-    assert sorted(delivered_ids(event)) == ["a1", "b1", "b9"]
-
-
 def test_statistics_are_merged() -> None:
     """Running samples: at one engine 2, then 4 from 0.5 s; at the other 3, then 0 from 1 s, and it ends later."""
     parts = [
@@ -285,36 +178,6 @@ def test_statistics_are_merged() -> None:
 
 
 # --- with the rollout driver
-
-
-def test_a_push_gives_all_engines_one_version() -> None:
-    """Also one that was restarted and is at version 0: otherwise every round would end with a 409."""
-    pool, engines = engine_pool()
-    engines[0].version = 7
-    with pytest.raises(AprilError, match=r"versions \[0, 7\]; push to all of them"):
-        run_round(pool, request("r.1", "a1 b1", 2))
-    with pool.push():
-        pass
-    assert [engine.version for engine in engines] == [8, 8]
-    assert delivered_ids(reply := run_round(pool, request("r.1", "a1 b1", 2))) == ["a1", "b1"]
-    assert reply.policy_version == 8
-
-
-def test_a_push_between_the_ends_of_a_round_at_two_engines_loses_nothing() -> None:
-    pool, engines = engine_pool()
-    events = pool.stream(**request("r.1", "a1 b1", 2, previews=True))
-    next(events)
-    engines[0].version = 1
-    *_, event = events
-    assert isinstance(event, RolloutSummary)
-    assert (event.policy_version, sorted(delivered_ids(event))) == (1, ["a1", "b1"])
-
-
-def test_a_failed_push_stays_open_at_every_engine() -> None:
-    pool, engines = engine_pool()
-    with pytest.raises(PushLeftOpenError), pool.push(3):
-        raise ValueError("a weight call failed")
-    assert [engine.version for engine in engines] == [0, 0]
 
 
 # --- from asyncio
@@ -370,20 +233,6 @@ def test_round_whose_consumer_has_left_accepts_nothing_more(leaves_by: str) -> N
     assert sorted(delivered_ids(run_round(pool, request("r.1", "a1 a2", 2)))) == ["a1", "a2"]
 
 
-def test_a_push_that_fails_or_is_cancelled_stays_open() -> None:
-    pool, engines = engine_pool()
-
-    async def push(error: BaseException) -> None:
-        async with AsyncEnginePool(pool).push():
-            raise error
-
-    with pytest.raises(PushLeftOpenError):
-        asyncio.run(push(ValueError("a weight call failed")))
-    with pytest.raises(KeyboardInterrupt):
-        asyncio.run(push(KeyboardInterrupt()))
-    assert [engine.version for engine in engines] == [0, 0]
-
-
 def test_the_error_of_an_engine_is_raised_where_the_round_is_awaited() -> None:
     pool, engines = engine_pool()
     engines[0].version = 7
@@ -394,21 +243,6 @@ def test_the_error_of_an_engine_is_raised_where_the_round_is_awaited() -> None:
 
     with pytest.raises(AprilError, match="push to all of them"):
         asyncio.run(read())
-
-
-def test_a_push_that_begins_at_some_engines_only_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds at the first engine are refused until another push."""
-    pool, engines = engine_pool()
-
-    def refuse(_version: int) -> None:
-        raise AprilError(409, "version", "is refused")
-
-    monkeypatch.setattr(engines[1], "push_begin", refuse)
-    with pytest.raises(PushLeftOpenError, match="is refused"), pool.push(3):
-        pass
-    monkeypatch.setattr(engines[0], "push_begin", refuse)
-    with pytest.raises(AprilError, match="is refused"), pool.push(3):
-        pass
 
 
 def test_when_an_engine_refuses_the_round_the_streams_of_the_others_are_read_to_their_end(
@@ -430,25 +264,3 @@ def test_when_an_engine_refuses_the_round_the_streams_of_the_others_are_read_to_
     with pytest.raises(AprilError, match="are refused"):
         run_round(pool, request("r.1", "a1 b1", 1))
     assert read_to_end.wait(timeout=10)
-
-
-def test_a_repeated_extension_finds_the_engine_that_an_earlier_attempt_has_moved_it_to() -> None:
-    """The trainer that repeats the round knows nothing of the moves, and draws the same prompts for other engines."""
-    pool, engines = engine_pool(3)
-    engines[1].may_finish = engines[2].may_finish = 0
-    body = request("r.1", "a1 b1 c1", 6, count="accepted")
-    events = pool.stream(**body)
-    next(events)
-    pool.judge("r.1", accept=["a1"])
-    until(lambda: engines[0].rounds["r.1"].ended is not None, "the round has ended at the first engine")
-    for i in range(3):
-        pool.extend("r.1", prompts=[{"id": f"new {i}", "n": 2, "engine": 0}])
-    assert {len(engine.waiting) for engine in engines[1:]} == {2, 3}, "one engine got all of them"
-    held = [list(engine.waiting) for engine in engines]
-    again = EnginePool(engines)  # type: ignore[arg-type]
-    repeated = again.stream(**body)
-    next(repeated)
-    for i in range(3):
-        with pytest.raises(AprilError, match="is still undelivered"):
-            again.extend("r.1", prompts=[{"id": f"new {i}", "n": 2, "engine": i}])
-    assert [engine.waiting for engine in engines] == held

@@ -113,9 +113,9 @@ def test_a_request_that_is_not_sent_again_yet_is_not_evicted(tmp_path: Path, mon
     assert [kept.add(gid, 10) for gid in (2, 3)] == [[], [2]]
 
 
-def test_requests_that_nobody_sends_again_do_not_accumulate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_are_never_sent_again_do_not_accumulate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Callers whose `rid`s SGLang draws send theirs again under other ones."""
-    monkeypatch.setattr(journal_snapshot, "MAX_UNFINISHED", 2)
+    monkeypatch.setattr(journal_snapshot, "MAX_KEPT", 2)
     path, chunk = tmp_path / "journal", Chunk(ids(1), logprobs(1), SPANS)
     records = [[schema.attached(ATTACHED + "r", request(i, str(i))), schema.tokens(i, 0, 0, chunk)] for i in range(3)]
     saved = saved_after(path, *(record for pair in records for record in pair))

@@ -194,7 +194,7 @@ def test_directory_is_locked_by_one_server(rank: RankStore, tmp_path: Path) -> N
 
 
 def test_a_start_with_fewer_ranks_removes_the_files_of_the_others(tmp_path: Path) -> None:
-    """Nobody else would: they would take space beyond `--april-disk-gb` for ever."""
+    """No rank of the new server owns them, so they would take space beyond `--april-disk-gb` for ever."""
     pages = [(torch.zeros(1, 8, dtype=torch.int32), None)]
     for number in range(4):
         earlier = DiskTier(tmp_path, number, "layout", PAGE, 8, ranks=4)

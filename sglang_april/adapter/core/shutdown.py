@@ -78,10 +78,9 @@ class ShutdownHandler:
         self._manager._dispatch_to_scheduler(ShutdownReq())
         while collect_scheduler_processes():
             await asyncio.sleep(POLL_S)
+        log.info("april: shut down in %.1f s", time.monotonic() - self._began)
         if fault := april.restored_state.fault:  # the last attempt to write, as the journal closed, failed too
             log.error("april: %s; %d batches of records are lost", fault, unwritten)
-        log.info("april: shut down in %.1f s", time.monotonic() - self._began)
-        if fault:
             _end(1)  # also after Ctrl-C, whose last line would say that everything is kept
         self._end(0)
 
