@@ -36,13 +36,18 @@ def timeline(rows: list[Row]) -> tuple[list[Row], list[list[str]]]:
 
 def timeline_paced(rows: list[Row]) -> tuple[list[Row], list[list[str]]]:
     """The time between two rounds at a GPU's pace."""
-    used = [row for preset in PACED for row in newest_run(_timeline(rows, preset))]
+    used = [
+        row
+        for preset in PACED
+        for variant in ("april-keep", "april-continue")
+        for row in newest_run([row for row in _timeline(rows, preset) if row["variant"] == variant])
+    ]
     head = ["variant", "lengths", "running", "of the limit", "step, ms", "end of the last forward to reply, ms"]
     cells = [[*head, "push, ms", "push to first launch, ms", "idle between two rounds, without push, steps"]]
     names = "step_ms", "after_ms", "push_ms", "start_ms", "idle_steps"
     for row in used:
         line = [row["variant"], PACED[row["preset"]], f"{row['rows']:.1f}", f"{row['share_of_limit']:.2f}"]
-        cells.append([*line, *(f"{row[name]:.1f}" for name in names)])
+        cells.append([*line, *(f"{row[name]:.1f}" if name in row else "–" for name in names)])
     return used, cells
 
 

@@ -3,6 +3,7 @@
     python -m bench.timeline --record
     python -m bench.timeline --preset april-paced/8 --record
     python -m bench.timeline --preset april-paced/4 --record
+    python -m bench.timeline --preset april-paced/8 --variant april-continue --record
     python -m bench.timeline --preset april-paced --warm-rounds 2 --rounds 2 --record    # twenty minutes
 
 The workload is that of a preset of `bench.rollout`. The traced server (`bench.traced_server`) logs when each part of
@@ -15,12 +16,14 @@ push to the reply:
 - `between`: from the last step of a round to the first of the next, without `requests`;
 - `loop`: the rest of the loop, between steps.
 
-A row also has, as means over the rounds, `push_ms`, `start_ms` from the end of the push to the first launch, `after_ms`
-from the end of the last forward to the reply, and `idle_steps`: their sum in steps, in which the device is idle. The
-overlap loop launches a forward while the one before runs; the last one has ended when its results are processed, less
-the CPU time of that. A row of the full batch alone (the limit) has the same shares; the difference is what rounds
-lose. A paced preset has no such row, because its limit is that of its table, and its `results` include waiting for the
-forward.
+A row also has `push_ms` and, as means over the gaps between two rounds, `idle_ms` (the device is idle, push included)
+and `idle_steps` (the same without the push, in steps). The overlap loop launches a forward while the one before runs;
+the last one has ended when its results are processed, less the CPU time of that. A variant whose samples stop at the
+quota also has `after_ms`, from the end of the last forward to the reply, and `start_ms`, from the end of the push to the
+first launch; those of `april-continue` run on until the push.
+
+A row of the full batch alone (the limit) has the same shares; the difference is what rounds lose. A paced preset has no
+such row, because its limit is that of its table, and its `results` include waiting for the forward.
 """
 
 import argparse
@@ -36,6 +39,7 @@ from typing import Any
 from bench import record, traced_server
 from bench.loop_tables import PACED
 from bench.random_checkpoint import two_policies
+from bench.rollout.april import AprilContinue
 from bench.rollout.engine_client import EngineClient
 from bench.rollout.presets import PRESETS, Cell, Paced, Preset
 from bench.rollout.runner import KINDS, Track
@@ -45,9 +49,7 @@ from examples import interrupt
 
 Window = tuple[float, float]
 """Seconds since the epoch."""
-BATCH_QUOTA = tuple(
-    name for name in KINDS if name.startswith("april") and name not in ("april-factor", "april-continue")
-)
+BATCH_QUOTA = tuple(name for name in KINDS if name.startswith("april") and name != "april-factor")
 
 
 def shares(spans: list[dict[str, Any]], windows: list[Window]) -> dict[str, float]:
@@ -78,26 +80,34 @@ def shares(spans: list[dict[str, Any]], windows: list[Window]) -> dict[str, floa
     return {"steps": steps, **of_steps, **{name: seconds / total for name, seconds in took.items()}}
 
 
-def gap(spans: list[dict[str, Any]], windows: list[Window], pushes: list[float]) -> dict[str, float]:
-    """`step_ms`, the median from one launch of a decode forward to the next; and means of the rounds: `push_ms`,
-    `start_ms`, `after_ms`, `idle_steps`. `pushes`: seconds of each round's push.
+def gap(
+    spans: list[dict[str, Any]], windows: list[Window], pushes: list[float], *, stops: bool = True
+) -> dict[str, float]:
+    """`step_ms`, the median from one launch of a decode forward to the next; and means of the gaps between the rounds in
+    `windows`: `push_ms`, `idle_ms`, `idle_steps`, and if samples stop at the quota `after_ms` and `start_ms`.
 
-    A round whose last results are not among the spans counts from the launch.
+    `pushes`: seconds of each round's push, without the first round's. Time between two windows is not part of a gap. A
+    forward whose results are not among the spans counts from its launch.
     """
-    steps, starts, replies = [], [], []
-    for start, end in windows:
-        inside = [span for span in spans if start <= span["at"] < end]
+    steps, replies, starts = [], [], []
+    for ((began, reply), (start, end)), push in zip(pairwise(windows), pushes, strict=True):
+        inside = [span for span in spans if began <= span["at"] < end]
         launches = [span for span in inside if span["piece"] == "forward"]
-        steps += [two["at"] - one["at"] for one, two in pairwise(launches) if one["decode"] and two["decode"]]
-        starts.append(launches[0]["at"] - start)
-        last = launches[-1]["at"]
-        processed = [span for span in inside if span["piece"] == "results" and span["at"] > last]
+        pairs = list(pairwise(launches))
+        steps += [two["at"] - one["at"] for one, two in pairs if one["decode"] and two["decode"] and one["at"] >= start]
+        # Samples that run on stop and start again within the push: the longest pause around it.
+        around = [(one["at"], two["at"]) for one, two in pairs if one["at"] < start + push and two["at"] >= start]
+        last, first = max(around, key=lambda pair: pair[1] - pair[0])
+        processed = [span for span in inside if span["piece"] == "results" and last < span["at"] < first]
         ended = max((span["at"] + span["took"] - span["cpu"] for span in processed), default=last)
-        replies.append(end - ended)
-    step, push, to_reply = median(steps), mean(pushes), mean(replies)
-    to_launch = mean(starts) - push
-    in_ms = {"step_ms": step, "push_ms": push, "start_ms": to_launch, "after_ms": to_reply}
-    return {**{name: 1e3 * seconds for name, seconds in in_ms.items()}, "idle_steps": (to_launch + to_reply) / step}
+        replies.append(reply - ended)
+        starts.append(first - start - push)
+    step, push, after, to_launch = median(steps), mean(pushes), mean(replies), mean(starts)
+    idle = after + push + to_launch
+    in_ms = {"step_ms": step, "push_ms": push, "idle_ms": idle} | (
+        {"start_ms": to_launch, "after_ms": after} if stops else {}
+    )
+    return {**{name: 1e3 * seconds for name, seconds in in_ms.items()}, "idle_steps": (idle - push) / step}
 
 
 async def measure(url: str, folder: Path, preset: Preset, variant: str, checkpoints: tuple[Path, Path]) -> list[Any]:
@@ -118,6 +128,8 @@ async def measure(url: str, folder: Path, preset: Preset, variant: str, checkpoi
             limits.append(await testbed.limit("lognormal"))
             full.append((start, time.time()))
     seen = spans.read(began)
+    gaps = gap(seen, windows, pushes, stops=variant != AprilContinue.name)
+    windows = windows[1:]
     seconds = sum(end - start for start, end in windows)
     rate = tokens / seconds
     rates = {
@@ -127,22 +139,22 @@ async def measure(url: str, folder: Path, preset: Preset, variant: str, checkpoi
         "delivered_tokens_per_s": rate,
         "share_of_limit": rate / harmonic_mean(limits),
     }
-    rows = [{"what": "rounds", "seconds": seconds, **rates, **shares(seen, windows), **gap(seen, windows, pushes)}]
+    rows = [{"what": "rounds", "seconds": seconds, **rates, **shares(seen, windows), **gaps}]
     if given is None:
         rows += [{"what": "full batch", "seconds": sum(end - start for start, end in full), **shares(seen, full)}]
     return rows
 
 
 async def _rounds(track: Track, count: int) -> tuple[list[Window], list[float], int]:
-    await track.round()
+    """The windows of `count` measured rounds after that of an unmeasured one; their pushes in seconds; their tokens."""
     windows, pushes, tokens = [], [], 0
-    for _ in range(count):
+    for _ in range(count + 1):
         measured = await track.round()
         windows.append((track.began, track.began + measured.seconds))
         pushes.append(measured.push_s)
-        tokens += measured.round.tokens
+        tokens += measured.round.tokens if len(windows) > 1 else 0
     await track.variant.rest()
-    return windows, pushes, tokens
+    return windows, pushes[1:], tokens
 
 
 def main(given: list[str] | None = None) -> int:

@@ -50,14 +50,25 @@ def test_rounds_without_a_step_are_all_between() -> None:
 
 
 def test_gap_is_the_idle_time_between_rounds_without_the_push() -> None:
-    launches = (10.5, 10.7, 10.9, 11.1, 20.6, 20.8)
-    spans = [span("forward", at, 0.01, 8, decode=at not in (10.5, 20.6)) for at in launches]
-    results = [{**span("results", at, took), "cpu": 0.02} for at, took in ((11.0, 0.03), (11.12, 0.05), (20.7, 0.02))]
-    measured = gap([*spans, *results], [(10.0, 11.2), (20.0, 21.0)], [0.3, 0.3])
-    # 0.5 s before the first launch and 0.05 s after the end of the last forward, then 0.6 s and 0.2 s.
+    launches = (10.5, 10.7, 10.9, 11.1, 20.6, 20.8, 21.0, 30.4, 30.6)
+    spans = [span("forward", at, 0.01, 8, decode=at not in (10.5, 20.6, 30.4)) for at in launches]
+    ends = (11.0, 0.03), (11.12, 0.05), (20.7, 0.02), (21.15, 0.07)
+    results = [{**span("results", at, took), "cpu": 0.02} for at, took in ends]
+    measured = gap([*spans, *results], [(10.0, 11.2), (20.0, 21.3), (30.0, 31.0)], [0.3, 0.3])
+    # The last forwards end at 11.15 and 21.2, 0.05 and 0.1 s before the reply; 0.3 and 0.1 s after the push, the first
+    # one starts. The seconds from a reply to the next push are not the engine's.
     assert measured == pytest.approx(
-        {"step_ms": 200, "push_ms": 300, "start_ms": 250, "after_ms": 125, "idle_steps": 1.875}
+        {"step_ms": 200, "push_ms": 300, "idle_ms": 575, "start_ms": 200, "after_ms": 75, "idle_steps": 1.375}
     )
+
+
+def test_samples_that_run_on_are_idle_during_the_push() -> None:
+    launches = (10.5, 10.7, 10.9, 11.1, 11.3, 11.9, 12.1)
+    spans = [span("forward", at, 0.01, 8, decode=True) for at in launches]
+    results = [{**span("results", 11.31, 0.19), "cpu": 0.0}]
+    measured = gap([*spans, *results], [(10.0, 11.0), (11.0, 13.0)], [0.7], stops=False)
+    # The forward launched at 11.3 ends at 11.5, and the next begins at 11.9, 0.2 s after the push.
+    assert measured == pytest.approx({"step_ms": 200, "push_ms": 700, "idle_ms": 400, "idle_steps": -1.5})
 
 
 def test_host_time_is_that_of_full_batches_without_the_model() -> None:
