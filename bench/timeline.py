@@ -19,8 +19,8 @@ push to the reply:
 A row also has `push_ms` and, as means over the gaps between two rounds, `idle_ms` (the device is idle, push included)
 and `idle_steps` (the same without the push, in steps). The overlap loop launches a forward while the one before runs;
 the last one has ended when its results are processed, less the CPU time of that. A variant whose samples stop at the
-quota also has `after_ms`, from the end of the last forward to the reply, and `start_ms`, from the end of the push to the
-first launch; those of `april-continue` run on until the push.
+quota also has `after_ms`, from the end of the last forward to the reply, and `start_ms`, from the end of the push to
+the first launch; those of `april-continue` run on until the push.
 
 A row of the full batch alone (the limit) has the same shares; the difference is what rounds lose. A paced preset has no
 such row, because its limit is that of its table, and its `results` include waiting for the forward.
@@ -83,7 +83,7 @@ def shares(spans: list[dict[str, Any]], windows: list[Window]) -> dict[str, floa
 def gap(
     spans: list[dict[str, Any]], windows: list[Window], pushes: list[float], *, stops: bool = True
 ) -> dict[str, float]:
-    """`step_ms`, the median from one launch of a decode forward to the next; and means of the gaps between the rounds in
+    """`step_ms`, the median from one launch of a decode forward to the next; and means of the gaps between rounds in
     `windows`: `push_ms`, `idle_ms`, `idle_steps`, and if samples stop at the quota `after_ms` and `start_ms`.
 
     `pushes`: seconds of each round's push, without the first round's. Time between two windows is not part of a gap. A
