@@ -57,7 +57,7 @@ _PACED_32B = replace(_PACED, push_s=36.0)
 
 def _grid(base: Load) -> tuple[Load, ...]:
     """The base, and one change at a time of turns, tool latency and push frequency."""
-    fewer = replace(base, turns=base.turns // 4, trajectories=2 * base.trajectories)
+    fewer = replace(base, turns=base.turns // 4, trajectories=4 * base.trajectories)
     slow_tool, rare, none = (
         replace(base, tool_s=4 * base.tool_s),
         replace(base, push_s=4 * base.push_s),

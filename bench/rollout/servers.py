@@ -104,13 +104,18 @@ def stock_server(size: Size, folder: Path) -> Iterator[str]:
         yield url
 
 
-def cpu_seconds(url: str) -> float:
-    """CPU time that the processes of the server at `url`, on this machine, have used."""
+def processes(url: str) -> list[psutil.Process]:
+    """The processes of the server at `url`, on this machine."""
     port = int(url.rpartition(":")[2])
     tcp = psutil.net_connections(kind="tcp")
     pid = next(one.pid for one in tcp if one.status == psutil.CONN_LISTEN and one.laddr.port == port)
     http = psutil.Process(pid)
-    return float(sum(sum(process.cpu_times()[:2]) for process in (http, *http.children(recursive=True))))
+    return [http, *http.children(recursive=True)]
+
+
+def cpu_seconds(url: str) -> float:
+    """CPU time that the processes of the server at `url`, on this machine, have used."""
+    return float(sum(sum(process.cpu_times()[:2]) for process in processes(url)))
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import agents, kernel_cases, overhead, resume, stop_latency, suspend
+from bench import agents, kernel_cases, overhead, resume, round_memory, stop_latency, suspend
 from bench.record import Row
 from bench.rollout.engine_client import EngineClient
 from bench.rollout.presets import PRESETS
@@ -45,6 +45,15 @@ def test_every_variant_accounts_for_its_tokens(
         assert (row["samples_lost"], row["samples_twice"]) == (0, 0), reported
         assert row["identity"] is (None if row["carry_source"] == "counter" else True), reported
         assert row["delivered_samples"] >= row["rounds"] * preset.plan.samples * (not row["ablation"]), reported
+
+
+@pytest.mark.parametrize(("encoding", "stock"), [("json", False), ("msgpack", False), ("json", True)])
+def test_memory_of_every_process_of_a_round(server: Server, encoding: str, stock: bool) -> None:
+    rows = round_memory.measure(server.url, 2 * round_memory.GROUP, 12, encoding, stock=stock)
+    assert {row["process"] for row in rows} == {"HTTP", "scheduler", "detokenizer"}
+    for row in rows:
+        assert min(row["idle_mb"], row["peak_mb"]) > 50, row
+        assert row["body_mb"] * 2**20 > 8 * row["tokens"]  # ids and logprobs
 
 
 def test_stop_latency_of_both_variants(server: Server) -> None:
