@@ -35,7 +35,10 @@ class VersionClock:
         if self.unnamed:
             return f"the journal is at policy version {self.version}: name the version by --april-version or by a push"
         if self.lost:
-            return "the weights are lost: memory was released without --enable-weights-cpu-backup; push them again"
+            return (
+                "the weights are lost: memory was released without --enable-weights-cpu-backup; "
+                "push them again between push/begin and push/end, or under a pause"
+            )
         return ""
 
     @property
@@ -94,10 +97,11 @@ class VersionClock:
         Outside begin/end the version moves at the first accepted call after any forward; further calls before the next
         forward belong to the same push. If the calls name it, it moves to what they name, at the first one. A bucket
         outside begin/end heals no earlier failure, because the last bucket of a push cannot be recognised. For the same
-        reason it names no version after a restart, unless under a pause, whose end is the end of the push.
+        reason it names no version after a restart and replaces no lost weights, unless under a pause, whose end is the
+        end of the push.
 
         Args:
-            whole: the call carries the complete policy (from disk), so it can do both.
+            whole: the call carries the complete policy (from disk), so it can do all of that.
             refused: the call has changed no weight. It fails only a push of which other calls may have arrived.
             named: the policy version that the call names; `refusal` accepts it.
             paused: generation is paused.
@@ -113,6 +117,8 @@ class VersionClock:
         if self.failed and not whole:
             return False
         if self.unnamed and not (whole or (paused and named is not None)):
+            return False
+        if self.lost and not (whole or paused):
             return False
         if named is not None:
             moved = named > self.version or self.without_weights

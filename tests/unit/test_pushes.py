@@ -253,6 +253,22 @@ def test_lost_weights_close_admission_until_a_push(harness: Build, named: int | 
     assert ids(w.reply()) == ["p1"]
 
 
+def test_a_bucket_of_lost_weights_outside_of_a_push_lets_nothing_step(harness: Build) -> None:
+    """It may not be the last. Under a pause it may move the version, because nothing steps until its end."""
+    w = harness()
+    w.open("run", lengths(9), quota=1)
+    w.step(3)
+    w.do(lambda e: e.controller.interrupt())
+    w.do(lambda e: e.controller.weights_lost())
+    length = w.sample("run", "p0").length
+    for version in (0, 1):
+        w.do(lambda e: e.weight_call(ok=True, whole=False, flush=False))
+        w.step(3)
+        assert (w.sample("run", "p0").length, w.version) == (length, version)
+        w.freeze(not w.frozen)
+    assert ids(w.reply()) == ["p0"]
+
+
 def test_the_state_names_each_reason_against_rounds(harness: Build) -> None:
     """`closed` names the first of them; a trainer must know whether weights are missing behind it."""
     w = harness()

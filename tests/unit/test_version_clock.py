@@ -270,19 +270,22 @@ def test_lost_weights_are_pushed_again_under_the_same_version_or_the_next(begin:
     assert clock.end(None) == (begin or 8)
 
 
-def test_any_weight_call_replaces_lost_weights() -> None:
-    """As at other times, the first bucket of a push without begin and end moves the version: the last one is not
-    known."""
+@pytest.mark.parametrize("how", [{"whole": True}, {"paused": True}])
+def test_a_weight_call_replaces_lost_weights_if_its_push_has_an_end(how: dict[str, bool]) -> None:
+    """The last bucket of a push without begin and end is not known."""
     clock = VersionClock(7)
     assert call(clock, 5)
     clock.lost = True
-    assert call(clock, 5), "no forward since the push before"
-    clock.lost = False  # as the caller does when the version has moved
     assert not call(clock, 5)
+    assert not call(clock, 5, named=9)
+    assert (clock.version, "push/begin and push/end" in clock.closed) == (8, True)
+    assert call(clock, 5, **how), "no forward since the push before"
+    clock.lost = False  # as the caller does when the version has moved
+    assert not call(clock, 5, **how)
     assert (clock.version, clock.closed) == (9, "")
     clock.lost = True
     assert "weight_version is 8" in clock.refusal(8)
-    assert call(clock, 5, named=9)
+    assert call(clock, 5, named=9, **how)
     assert clock.version == 9
 
 
