@@ -21,8 +21,8 @@ from sglang_april.recovery.journal_trajectories import DeliveredTrajectories, re
 from sglang_april.recovery.sealed import CorruptRecordError, unseal
 
 DROP_GROUP = tuple(f"DELETE FROM {table} WHERE gid=?" for table in ("groups", "admitted", "chunks", "finished"))  # noqa: S608
-MAX_KEPT, MAX_TOKENS = 2**14, 2**24
-"""Answered requests, and their output tokens, that the journal keeps; a restart keeps as many unfinished ones."""
+MAX_KEPT = 2**14
+"""Answered attached requests that the journal keeps; a restart keeps as many unfinished ones."""
 
 
 class Chunk(msgspec.Struct, array_like=True):
@@ -108,8 +108,10 @@ class JournalSnapshot(msgspec.Struct):
     """Number of damaged records; their tokens are generated again."""
     lost: int = 0
     """Number of groups among them whose prompt or parameters are damaged: they are never delivered."""
+    forgotten: int = 0
+    """Number of unfinished attached requests beyond `MAX_KEPT`, which begin anew if they are sent again."""
     repairs: list[tuple[str, tuple[Any, ...]]] = []
-    """Statements that delete the damaged records."""
+    """Statements that delete the damaged and the forgotten records."""
 
 
 def read_snapshot(db: sqlite3.Connection) -> JournalSnapshot:
@@ -156,17 +158,15 @@ def _version(saved: JournalSnapshot, record: Any) -> int:
 
 
 def _forget_oldest(saved: JournalSnapshot) -> None:
-    """Bound the unfinished attached requests: a caller may never come back, or comes with another `rid`."""
-    kept, count, tokens = list[SnapshotGroup](), 0, 0
-    for group in reversed(saved.attached):
-        if group.samples[0].finished is None:
-            count += 1
-            tokens += 0 if (chunk := group.samples[0].chunk) is None else chunk.length
-            if count > MAX_KEPT or tokens > MAX_TOKENS:
-                saved.repairs += [(statement, (group.gid,)) for statement in DROP_GROUP]
-                continue
-        kept.append(group)
-    saved.attached = kept[::-1]
+    """Bound the unfinished attached requests: a caller may never come back, or comes with another `rid`.
+
+    Their tokens have no bound, because those of all that were in flight at a kill are needed.
+    """
+    unfinished = [group.gid for group in saved.attached if group.samples[0].finished is None]
+    forgotten = set(unfinished[:-MAX_KEPT])
+    saved.forgotten = len(forgotten)
+    saved.attached = [group for group in saved.attached if group.gid not in forgotten]
+    saved.repairs += [(statement, (gid,)) for gid in forgotten for statement in DROP_GROUP]
 
 
 def _delivered_samples(db: sqlite3.Connection, gid: int) -> int:
@@ -298,9 +298,13 @@ def _delivered(ended: RoundEnded, known: dict[str, SavedTrajectory]) -> list[Sav
 
 def restored_event(saved: JournalSnapshot, *, unnamed: bool) -> Restored:
     """The journal's content for the HTTP process; `unnamed`: no round is admitted until the version is named."""
-    damage = f"{saved.corrupt} journal records were damaged; their tokens are generated again"
+    warnings = []
+    if saved.corrupt:
+        warnings.append(f"{saved.corrupt} journal records were damaged; their tokens are generated again")
     if saved.lost:
-        damage += f", but {saved.lost} of them were groups, which are lost: submit their prompts again"
+        warnings[0] += f", but {saved.lost} of them were groups, which are lost: submit their prompts again"
+    if saved.forgotten:
+        warnings.append(f"unfinished attached requests forgotten, the oldest beyond {MAX_KEPT}: {saved.forgotten}")
     done = sorted((row for g in saved.groups for row in _finished(g)), key=lambda row: row[0])
     return Restored(
         groups=[(g.run, g.prompt) for g in saved.groups],
@@ -310,7 +314,7 @@ def restored_event(saved: JournalSnapshot, *, unnamed: bool) -> Restored:
         replies=saved.replies,
         gone=saved.gone,
         unnamed=unnamed,
-        warnings=[damage] if saved.corrupt else [],
+        warnings=warnings,
         trajectories=[t for t in saved.trajectories if t.state in ("active", "done")],
     )
 

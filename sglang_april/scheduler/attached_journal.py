@@ -8,7 +8,10 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from sglang_april.api.types import ATTACHED
-from sglang_april.recovery.journal_snapshot import MAX_KEPT, MAX_TOKENS, Chunk, JournalSnapshot, SnapshotGroup
+from sglang_april.recovery.journal_snapshot import MAX_KEPT, Chunk, JournalSnapshot, SnapshotGroup
+
+MAX_TOKENS = 2**24
+"""Output tokens of answered requests that the journal keeps."""
 
 
 class KeptRequests:

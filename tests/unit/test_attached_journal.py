@@ -113,6 +113,17 @@ def test_a_request_that_is_not_sent_again_yet_is_not_evicted(tmp_path: Path, mon
     assert [kept.add(gid, 10) for gid in (2, 3)] == [[], [2]]
 
 
+def test_a_restart_keeps_every_token_of_requests_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound of tokens is that of answers: unfinished requests have callers, and the oldest are the longest."""
+    monkeypatch.setattr(attached_journal, "MAX_TOKENS", 10)
+    monkeypatch.setattr(journal_snapshot, "MAX_TOKENS", 10, raising=False)
+    chunk = Chunk(ids(*range(8)), logprobs(8), SPANS)
+    records = [[schema.attached(ATTACHED + "r", request(i, str(i))), schema.tokens(i, 0, 0, chunk)] for i in range(3)]
+    saved = saved_after(tmp_path / "journal", *(record for pair in records for record in pair))
+    assert [group.gid for group in saved.attached] == [0, 1, 2]
+    assert restored_event(saved, unnamed=False).warnings == []
+
+
 def test_requests_that_are_never_sent_again_do_not_accumulate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Callers whose `rid`s SGLang draws send theirs again under other ones."""
     monkeypatch.setattr(journal_snapshot, "MAX_KEPT", 2)
@@ -120,5 +131,8 @@ def test_requests_that_are_never_sent_again_do_not_accumulate(tmp_path: Path, mo
     records = [[schema.attached(ATTACHED + "r", request(i, str(i))), schema.tokens(i, 0, 0, chunk)] for i in range(3)]
     saved = saved_after(path, *(record for pair in records for record in pair))
     assert [group.gid for group in saved.attached] == [1, 2]
+    assert restored_event(saved, unnamed=False).warnings == [
+        "unfinished attached requests forgotten, the oldest beyond 2: 1"
+    ]
     monkeypatch.undo()
     assert [group.gid for group in saved_after(path).attached] == [1, 2]
