@@ -48,7 +48,8 @@ class AsyncEnginePool:
                 if isinstance(event, RolloutSummary):
                     return
         finally:
-            await asyncio.to_thread(shared.close)
+            shared.close()
+            await asyncio.to_thread(shared.wait_closed)
 
     async def judge(self, round_id: str, accept: Iterable[str] = (), reject: Iterable[str] = ()) -> None:
         """As `EnginePool.judge`."""

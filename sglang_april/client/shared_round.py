@@ -85,10 +85,14 @@ class SharedRound:
         yield merged
 
     def close(self) -> None:
-        """End `run`, from any thread: from now on, nothing is accepted and no engine is stopped. It can be repeated."""
-        with self._lock:
-            self._closed = True
+        """End `run`, from any thread: from now on, no call begins that changes the round. It can be repeated."""
+        self._closed = True  # without the lock, for which verdicts may wait that a dead engine holds up one by one
         self._events.put((0, GeneratorExit()))  # `run` raises it
+
+    def wait_closed(self) -> None:
+        """Wait for the call in flight."""
+        with self._lock:
+            pass
 
     def judge(self, accept: Iterable[str], reject: Iterable[str]) -> None:
         """Take verdicts, from any thread."""
@@ -139,6 +143,8 @@ class SharedRound:
             left = [prompt for prompt in prompts if prompt["id"] not in finished]
             shares, prompts = _spread(left, engines, self.sent), []
             for engine, share in shares.items():
+                if self._closed:
+                    return [*errors, AprilError(409, "round_id", "has ended")]
                 self.sent |= {prompt["id"]: engine for prompt in share}
                 try:
                     if share:
@@ -195,7 +201,7 @@ class SharedRound:
 
         (`quota-exact`, `staleness-bound`)
         """
-        if self._quota is None or self._closed:
+        if self._quota is None:
             return
         for prompt_id in sorted(self._acceptable, key=lambda prompt_id: prompt_id not in self._mandatory):
             reserved = len(self._mandatory)
@@ -204,12 +210,16 @@ class SharedRound:
                 self._acceptable.remove(prompt_id)  # only after success: a failed call is repeated
         if sum(self._accepted) >= self._quota and not self._mandatory and not self._quota_met:
             for engine in set(range(len(self._clients))) - self._ended:
+                if self._closed:
+                    return
                 with ignoring(*NOT_FOUND):
                     self._clients[engine].stop(self.id)
             self._quota_met = True
 
     def _send_verdict(self, prompt_id: str, **verdict: list[str]) -> None:
-        """Send a verdict to the engine of the group, unless the round has ended there."""
+        """Send a verdict to the engine of the group, unless the round has ended there, or is closed."""
+        if self._closed:
+            return
         engine = self._engine_of[prompt_id]
         if engine not in self._ended:
             with ignoring(409):

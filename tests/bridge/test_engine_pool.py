@@ -5,6 +5,7 @@ import contextlib
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -177,9 +178,6 @@ def test_statistics_are_merged() -> None:
     assert merged["timeline"] == [[0.0, 2], [0.0, 5], [0.5, 7], [1.0, 4]]
 
 
-# --- with the rollout driver
-
-
 # --- from asyncio
 
 
@@ -231,6 +229,40 @@ def test_round_whose_consumer_has_left_accepts_nothing_more(leaves_by: str) -> N
     until(lambda: "a2" in engines[0].finished, "the next group has finished")
     assert "a2" not in engines[0].verdicts
     assert sorted(delivered_ids(run_round(pool, request("r.1", "a1 a2", 2)))) == ["a1", "a2"]
+
+
+@pytest.mark.parametrize(("dead", "quota"), [(True, 3), (False, 3), (False, 1)])
+def test_the_end_of_a_stream_waits_for_one_verdict_and_sends_no_other(dead: bool, quota: int) -> None:
+    """Each call to an engine that has died lasts for `retry_s`. The waiting ones take all threads of the loop."""
+    pool, engines = engine_pool(1)
+    judge, calls, answer = engines[0].judge, list[list[str]](), threading.Event()
+
+    def slow(round_id: str, accept: list[str]) -> dict[str, int]:
+        calls.append(accept)
+        assert answer.wait(10)
+        if dead:
+            raise AprilError(0, "server", "lost")
+        return judge(round_id, accept)
+
+    engines[0].judge = slow  # type: ignore[method-assign, assignment]
+
+    async def leave() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(3))
+        awaitable = AsyncEnginePool(pool)
+        events: Any = awaitable.stream(**request("r.1", "a1 a2 a3", quota, count="accepted"))
+        names = [(await anext(events)).id for _ in range(3)]
+        verdicts = [asyncio.create_task(awaitable.judge("r.1", accept=names)) for _ in range(3)]
+        while not calls:
+            await asyncio.sleep(0.01)
+        closing = asyncio.create_task(events.aclose())
+        await asyncio.sleep(0)
+        assert not closing.done()
+        answer.set()
+        await closing
+        await asyncio.wait(verdicts)
+
+    asyncio.run(leave())
+    assert (calls, engines[0].rounds["r.1"].ended) == ([["a1"]], None)
 
 
 def test_the_error_of_an_engine_is_raised_where_the_round_is_awaited() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from sglang_april.client import AprilError
 from sglang_april.client.engine_pool import EnginePool
+from sglang_april.client.shared_round import SharedRound
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 from tests.bridge.engine_pool_rounds import delivered_ids, engine_pool, refuse, request
 from tests.bridge.fake_engine_pool import FakePoolEngine
@@ -77,6 +78,24 @@ def test_an_extension_that_failed_at_one_engine_can_be_repeated() -> None:
     with pytest.raises(AprilError, match="undelivered"):
         pool.extend("r.1", 2, more)
     assert [engine.waiting for engine in engines] == [["a1", "a2"], ["b1", "b2"]]
+
+
+def test_an_extension_ends_with_its_round() -> None:
+    """Each call to an engine that has died lasts for `retry_s`."""
+    _, engines = engine_pool()
+    shared = SharedRound(engines, request("r.1", "a1 b1", 4))  # type: ignore[arg-type]
+
+    def close(*_arguments: Any, **_fields: Any) -> None:
+        shared.close()
+        refuse()
+
+    engines[0].extend = close  # type: ignore[method-assign]
+    with pytest.raises(AprilError, match="lost"):
+        shared.extend(1, request("r.1", "a2 b2", 0)["prompts"])
+    assert (shared.sent, engines[1].waiting) == ({"a2": 0}, [])
+    with pytest.raises(AprilError, match="has ended") as caught:
+        shared.extend(1, request("r.1", "b3", 0)["prompts"])
+    assert caught.value.status == 409
 
 
 def test_extension_raises_the_common_quota() -> None:
