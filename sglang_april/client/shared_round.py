@@ -3,6 +3,7 @@
 import contextlib
 import queue
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -16,6 +17,7 @@ from sglang_april.client.types import RolloutGroup, RolloutSummary
 Event = RolloutGroup | RolloutSummary | BaseException
 NOT_FOUND = (404, 410)
 """Status codes for a round that does not exist or is no longer kept."""
+POLL_S = 0.1
 
 
 class SharedRound:
@@ -168,17 +170,19 @@ class SharedRound:
     def _read_state(self, engine: int) -> None:
         """Read the accepted and mandatory groups of an engine, where this round may have been open before."""
         client = self._clients[engine]
-        for row in client.state()["rounds"]:
-            if row["round_id"] == self.id:
-                self._accepted[engine] = row["counted"]
-                self._mandatory |= dict.fromkeys(row["mandatory"], engine)
-                # An earlier attempt may have sent an extension here although its prompts name another engine.
-                self.sent |= dict.fromkeys((one["id"] for one in client.partials(row["run"])["groups"]), engine)
+        while not self._closed:
+            for row in client.state()["rounds"]:
+                if row["round_id"] == self.id:
+                    self._accepted[engine] = row["counted"]
+                    self._mandatory |= dict.fromkeys(row["mandatory"], engine)
+                    # An earlier attempt may have sent an extension here although its prompts name another engine.
+                    self.sent |= dict.fromkeys((one["id"] for one in client.partials(row["run"])["groups"]), engine)
+                    return
+            if (reply := client.get_round(self.id)) is not None:
+                self._engine_of |= {group.id: engine for group in reply.finished}
+                self._mark_ended(engine, sum(bool(group.accepted) for group in reply.finished))
                 return
-        reply = client.get_round(self.id)
-        finished = [] if reply is None else reply.finished
-        self._engine_of |= {group.id: engine for group in finished}
-        self._mark_ended(engine, sum(bool(group.accepted) for group in finished))
+            time.sleep(POLL_S)  # it has ended, and its reply waits for the journal
 
     def _follow_stream(self, engine: int, stream: Iterator[RolloutGroup | RolloutSummary]) -> None:
         try:

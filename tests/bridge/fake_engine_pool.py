@@ -34,6 +34,8 @@ class FakePoolEngine:
         self.bodies: list[dict[str, Any]] = []
         self.may_finish = 10**6
         self.dies_after: int | None = None
+        self.disk_full = False
+        """Replies are fixed, but wait for the journal."""
         self.changed = threading.Condition()
         self.version = 0
 
@@ -81,7 +83,7 @@ class FakePoolEngine:
         if round_id not in self.rounds:
             raise AprilError(404, "round_id", "there is none")
         ended = self.rounds[round_id].ended
-        if ended is None:
+        if ended is None or self.disk_full:
             return None
         return SimpleNamespace(
             finished=[SimpleNamespace(id=named["id"], accepted=named["accepted"]) for named in ended.delivered]
@@ -117,8 +119,13 @@ class FakePoolEngine:
         sent = 0
         while True:
             with self.changed:
-                while sent == len(engine_round.streamed) and engine_round.ended is None and not self._is_dead(sent):
-                    self._advance(engine_round)
+                while sent == len(engine_round.streamed) and not self._is_dead(sent):
+                    if engine_round.ended is None:
+                        self._advance(engine_round)
+                    elif self.disk_full:
+                        self.changed.wait()
+                    else:
+                        break
                 if self._is_dead(sent):
                     raise ConnectionError("the engine died")
                 event = group(engine_round.streamed[sent]) if sent < len(engine_round.streamed) else engine_round.ended

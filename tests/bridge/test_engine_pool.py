@@ -1,7 +1,5 @@
 """One quota over several engines: exact delivery, with slow engines, crashes and repeated rounds."""
 
-import asyncio
-import contextlib
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -11,7 +9,6 @@ from typing import Any
 import pytest
 
 from sglang_april.client import AprilError
-from sglang_april.client.async_engine_pool import AsyncEnginePool
 from sglang_april.client.engine_pool import EnginePool
 from sglang_april.client.merged_stats import merge_stats
 from sglang_april.client.types import RolloutGroup, RolloutSummary
@@ -142,6 +139,28 @@ def test_crash_between_two_stops_does_not_exceed_the_quota() -> None:
     assert len(delivered_ids(run_round(EnginePool(engines), body))) == 4  # type: ignore[arg-type]
 
 
+def test_a_reply_that_waits_for_the_journal_counts_in_the_repeated_round() -> None:
+    """The engine no longer lists the round, and has no reply yet."""
+    pool, engines = engine_pool()
+    body = request("r.1", "a1 a2 a3 b1 b2 b3", 4)
+    read_and_die(pool.stream(**body), 3)
+    engines[0].stop("r.1")
+    engines[0].disk_full, get_round, reads = True, engines[0].get_round, list[Any]()
+
+    def read(round_id: str) -> Any:
+        reads.append(get_round(round_id))
+        return reads[-1]
+
+    engines[0].get_round = read  # type: ignore[method-assign]
+    with ThreadPoolExecutor() as thread:
+        again = thread.submit(run_round, EnginePool(engines), body)  # type: ignore[arg-type]
+        until(lambda: len(reads) > 1 or engines[1].rounds["r.1"].ended, "the reply was read again")
+        with engines[0].changed:
+            engines[0].disk_full = False
+            engines[0].changed.notify_all()
+    assert len(delivered_ids(again.result())) == 4
+
+
 def test_engine_failure_is_raised_and_the_round_can_be_repeated() -> None:
     pool, engines = engine_pool()
     engines[1].dies_after = 1
@@ -176,105 +195,6 @@ def test_statistics_are_merged() -> None:
     merged = merge_stats(parts)
     assert (merged["duration_s"], merged["mean_running"], merged["tokens"]) == (2.0, 3.0, 11)
     assert merged["timeline"] == [[0.0, 2], [0.0, 5], [0.5, 7], [1.0, 4]]
-
-
-# --- from asyncio
-
-
-def test_the_pool_of_asyncio_has_the_same_rounds_and_pushes() -> None:
-    pool, engines = engine_pool()
-    awaitable = AsyncEnginePool(pool)
-
-    async def step(body: dict[str, Any]) -> RolloutSummary:
-        async with awaitable.push():
-            pass
-        async for event in awaitable.stream(**body):
-            if isinstance(event, RolloutSummary):
-                return event
-            with contextlib.suppress(AprilError):  # 409 for a group that finished when the quota was met
-                await awaitable.judge(body["round_id"], accept=[event.id])
-        raise AssertionError("the stream has no summary")
-
-    engines[0].version = 7
-    summary = asyncio.run(step({**request("r.1", "a1 b1 a2 b2", 2), "count": "accepted"}))
-    assert (summary.policy_version, len(summary.delivered)) == (8, 2)
-
-
-@pytest.mark.parametrize("leaves_by", ["close", "cancel"])
-def test_round_whose_consumer_has_left_accepts_nothing_more(leaves_by: str) -> None:
-    """Otherwise it and its repetition would both accept groups up to the quota."""
-    pool, engines = engine_pool(1)
-    engines[0].may_finish = 1
-
-    async def read(first: asyncio.Event, events: Any) -> None:
-        await anext(events)
-        first.set()
-        if leaves_by == "cancel":
-            await anext(events)
-        await events.aclose()
-
-    async def leave() -> None:
-        first = asyncio.Event()
-        reader = asyncio.create_task(read(first, AsyncEnginePool(pool).stream(**request("r.1", "a1 a2", 2))))
-        await first.wait()
-        if leaves_by == "cancel":
-            reader.cancel()
-        await asyncio.wait([reader])
-
-    asyncio.run(leave())
-    until(lambda: not pool._open, "the thread of the round has ended")
-    with engines[0].changed:
-        engines[0].may_finish = 1
-        engines[0].changed.notify_all()
-    until(lambda: "a2" in engines[0].finished, "the next group has finished")
-    assert "a2" not in engines[0].verdicts
-    assert sorted(delivered_ids(run_round(pool, request("r.1", "a1 a2", 2)))) == ["a1", "a2"]
-
-
-@pytest.mark.parametrize(("dead", "quota"), [(True, 3), (False, 3), (False, 1)])
-def test_the_end_of_a_stream_waits_for_one_verdict_and_sends_no_other(dead: bool, quota: int) -> None:
-    """Each call to an engine that has died lasts for `retry_s`. The waiting ones take all threads of the loop."""
-    pool, engines = engine_pool(1)
-    judge, calls, answer = engines[0].judge, list[list[str]](), threading.Event()
-
-    def slow(round_id: str, accept: list[str]) -> dict[str, int]:
-        calls.append(accept)
-        assert answer.wait(10)
-        if dead:
-            raise AprilError(0, "server", "lost")
-        return judge(round_id, accept)
-
-    engines[0].judge = slow  # type: ignore[method-assign, assignment]
-
-    async def leave() -> None:
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(3))
-        awaitable = AsyncEnginePool(pool)
-        events: Any = awaitable.stream(**request("r.1", "a1 a2 a3", quota, count="accepted"))
-        names = [(await anext(events)).id for _ in range(3)]
-        verdicts = [asyncio.create_task(awaitable.judge("r.1", accept=names)) for _ in range(3)]
-        while not calls:
-            await asyncio.sleep(0.01)
-        closing = asyncio.create_task(events.aclose())
-        await asyncio.sleep(0)
-        assert not closing.done()
-        answer.set()
-        await closing
-        await asyncio.wait(verdicts)
-
-    asyncio.run(leave())
-    assert (calls, engines[0].rounds["r.1"].ended) == ([["a1"]], None)
-
-
-def test_the_error_of_an_engine_is_raised_where_the_round_is_awaited() -> None:
-    pool, engines = engine_pool()
-    engines[0].version = 7
-
-    async def read() -> None:
-        async for _ in AsyncEnginePool(pool).stream(**request("r.1", "a1 b1", 2)):
-            pass
-
-    with pytest.raises(AprilError, match="push to all of them"):
-        asyncio.run(read())
 
 
 def test_when_an_engine_refuses_the_round_the_streams_of_the_others_are_read_to_their_end(
