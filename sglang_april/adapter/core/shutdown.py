@@ -74,13 +74,15 @@ class ShutdownHandler:
         except Exception:
             log.exception("april: the state could not be stored")
         april = self._manager.april
-        unwritten = (await april.state())["journal"]["waiting"] if april.restored_state.fault else 0
+        lost = "records"
+        if april.restored_state.fault:
+            lost = f"{(await april.state())['journal']['waiting']} batches of records"
         self._manager._dispatch_to_scheduler(ShutdownReq())
         while collect_scheduler_processes():
             await asyncio.sleep(POLL_S)
         log.info("april: shut down in %.1f s", time.monotonic() - self._began)
         if fault := april.restored_state.fault:  # the last attempt to write, as the journal closed, failed too
-            log.error("april: %s; %d batches of records are lost", fault, unwritten)
+            log.error("april: %s; %s are lost", fault, lost)
             _end(1)  # also after Ctrl-C, whose last line would say that everything is kept
         self._end(0)
 
