@@ -98,6 +98,11 @@ def test_a_request_that_arrives_after_its_trajectory_was_rejected_is_refused(w: 
     assert (reply.rejected, reply.carried["trajectories"]) == ([], [])
 
 
+def test_a_message_to_an_unknown_run_leaves_nothing(w: LegHarness) -> None:
+    assert w.done("run", "t").status == w.done("run", reject=("t",)).status == 404
+    assert not w.context.trajectories
+
+
 def test_the_memory_of_ended_trajectories_is_bounded(w: LegHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sglang_april.scheduler.trajectory_run.MAX_ENDED", 3)
     w.open("run", None)
