@@ -31,7 +31,7 @@ def begin_attached(orig: Callable[..., Any], s: Scheduler, recv_req: TokenizedGe
         return orig(s, recv_req)
     attached = s.april.attached
     if reason := attached.refusal(*attachment):
-        refusal = {"type": "abort", "status_code": HTTPStatus.BAD_REQUEST.value, "message": reason}
+        refusal = {"type": "abort", "status_code": HTTPStatus.BAD_REQUEST, "message": reason}  # streams want the enum
         attached.refused(recv_req.rid)
         return s.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=recv_req.rid, finished_reason=refusal), None)
     run, trajectory, group = attachment
