@@ -75,7 +75,7 @@ def test_record_has_every_leg(live: LiveServer, run: str) -> None:
     counted = mismatched(live)
     first = leg(live, run, "t", PROMPT, return_logprob=True)
     history = [*PROMPT, *first["output_ids"], 3, 4]
-    second = leg(live, run, "t", history)
+    second = leg(live, run, "t", history, logprob_start_len=0)  # without return_logprob it has no effect
     assert "output_token_logprobs" not in second["meta_info"]
     edited = [*history[:10], 1, 2, 3]
     third = leg(live, run, "t", edited, return_logprob=True)

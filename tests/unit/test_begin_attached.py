@@ -27,6 +27,8 @@ class Scheduler:
         self.answers: list[Any] = []
         sender = SimpleNamespace(send_output=lambda answer, _: self.answers.append(answer))
         self.ipc_channels = SimpleNamespace(send_to_tokenizer=sender)
+        self.max_req_input_len = 8
+        self.server_args = SimpleNamespace(allow_auto_truncate=False)
         self.queued: list[Any] = []
         """What SGLang has queued."""
 
@@ -38,6 +40,11 @@ class Scheduler:
         request: Any = SimpleNamespace(rid=rid, sampling_params=params, **{**given, **fields})
         begin_attached(lambda _, queued: self.queued.append(queued), self, request)  # type: ignore[arg-type]
         return request
+
+    def prompts(self) -> list[list[int]]:
+        """Those of the legs that wait."""
+        trajectories = self.controller.context.trajectories["run"].active.values()
+        return [leg.prompt.tolist() for trajectory in trajectories for leg in trajectory.pending.values()]
 
 
 def test_the_refusal_of_a_request_has_the_status_that_sglangs_streams_look_for() -> None:
@@ -52,3 +59,26 @@ def test_the_refusal_of_a_request_has_the_status_that_sglangs_streams_look_for()
     assert answer.finished_reason is not None
     assert isinstance(answer.finished_reason["status_code"], HTTPStatus)
     assert answer.finished_reason["status_code"] == 400
+
+
+@pytest.mark.parametrize("truncates", [False, True])
+def test_the_record_has_the_prompt_that_sglang_truncates(truncates: bool) -> None:
+    """Without `--allow-auto-truncate`, SGLang refuses the request that it gets."""
+    scheduler = Scheduler()
+    scheduler.server_args.allow_auto_truncate = truncates
+    for length in (8, 11):
+        scheduler.arrives(f"r{length}", f"t{length}", input_ids=list(range(length)))
+    assert scheduler.prompts() == [list(range(8)), list(range(8 if truncates else 11))]
+
+
+@pytest.mark.parametrize("trajectory", ["t", None])
+def test_a_request_that_asks_for_no_logprobs_gets_none_of_its_prompt(trajectory: str | None) -> None:
+    """Those of a leg's output are computed for its record. Its prompt's would keep it from the KV of the leg before."""
+    scheduler = Scheduler()
+    request = scheduler.arrives("a", trajectory, logprob_start_len=0, top_logprobs_num=5)
+    assert (request.return_logprob, request.logprob_start_len) == (trajectory is not None, -1)
+    assert request.top_logprobs_num == 0
+    ((sample,),) = (run.groups.values() for run in scheduler.controller.context.ledger.runs.values())
+    assert sample.params, "it is journalled"
+    asked = scheduler.arrives("b", trajectory, return_logprob=True, logprob_start_len=0, top_logprobs_num=5)
+    assert (asked.logprob_start_len, asked.top_logprobs_num) == (0, 5)
