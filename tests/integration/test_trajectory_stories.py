@@ -225,7 +225,7 @@ class Story(StoryOperations):
         self.agents[number % len(self.agents)].disconnects.set()
 
     def reject(self, number: int) -> None:
-        """One that is not done. It may be unknown: its first request is on its way, or SGLang holds it under a pause."""
+        """One that is not done. It may be unknown: its first request is on its way, or held under a pause."""
         agent = self.agents[number % len(self.agents)]
         if agent.rejected:
             return

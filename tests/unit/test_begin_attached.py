@@ -16,7 +16,7 @@ from sglang_april.api.types import RUN, TRAJECTORY
 from tests.unit.leg_harness import LegHarness
 
 
-class Scheduler:
+class ArrivalScheduler:
     """What `begin_attached` uses of SGLang's scheduler; the controller is on the fake engine."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Scheduler:
 
 def test_the_refusal_of_a_request_has_the_status_that_sglangs_streams_look_for() -> None:
     """They test its type. A plain number ended an OpenAI stream as if the model had drawn nothing."""
-    scheduler = Scheduler()
+    scheduler = ArrivalScheduler()
     scheduler.controller.open("run", None)
     scheduler.controller.done("run", reject=("t",))
     scheduler.arrives("late")
@@ -64,7 +64,7 @@ def test_the_refusal_of_a_request_has_the_status_that_sglangs_streams_look_for()
 @pytest.mark.parametrize("truncates", [False, True])
 def test_the_record_has_the_prompt_that_sglang_truncates(truncates: bool) -> None:
     """Without `--allow-auto-truncate`, SGLang refuses the request that it gets."""
-    scheduler = Scheduler()
+    scheduler = ArrivalScheduler()
     scheduler.server_args.allow_auto_truncate = truncates
     for length in (8, 11):
         scheduler.arrives(f"r{length}", f"t{length}", input_ids=list(range(length)))
@@ -74,7 +74,7 @@ def test_the_record_has_the_prompt_that_sglang_truncates(truncates: bool) -> Non
 @pytest.mark.parametrize("trajectory", ["t", None])
 def test_a_request_that_asks_for_no_logprobs_gets_none_of_its_prompt(trajectory: str | None) -> None:
     """Those of a leg's output are computed for its record. Its prompt's would keep it from the KV of the leg before."""
-    scheduler = Scheduler()
+    scheduler = ArrivalScheduler()
     request = scheduler.arrives("a", trajectory, logprob_start_len=0, top_logprobs_num=5)
     assert (request.return_logprob, request.logprob_start_len) == (trajectory is not None, -1)
     assert request.top_logprobs_num == 0

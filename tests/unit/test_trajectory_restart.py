@@ -72,8 +72,10 @@ def w(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[JournalledLegs
 
 
 def begin(w: JournalledLegs) -> dict[str, dict[str, Any]]:
-    """An open round; `a` has two legs and a branch, `b` is done, `c` and the unknown `e` are rejected, `d` draws. Returns the
-    records."""
+    """An open round; `a` has two legs and a branch, `b` is done, `c` and the unknown `e` are rejected, `d` draws.
+
+    Returns the records.
+    """
     assert w.open("run", 3).status == 200
     for name in "abc":
         w.leg("run", f"{name}0", PROMPT, 4, name)
