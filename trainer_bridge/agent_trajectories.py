@@ -215,12 +215,12 @@ class AgentTrajectories:
         return True
 
     def _reject(self, names: list[str]) -> None:
-        """Delete trajectories at the engine, which need not have them: an agent may fail before its first request."""
+        """Delete trajectories at the engine, which refuses later requests of theirs, also if it has had none yet."""
         for name in names:
             try:
                 self._call(lambda name=name: self._client.done(self.run, reject=[name]))  # type: ignore[misc]
             except AprilError as error:
-                if error.status != 404:
+                if error.status != 404:  # an engine that was restarted without a journal does not know the run
                     raise
 
     def _call(self, call: Callable[[], Any]) -> None:

@@ -37,6 +37,7 @@ class TrajectoryGroup:
 def _sequences(prompt_id: str, trajectory: RecordedTrajectory, advantage: float) -> Iterator[TrainingSample]:
     """One sample per branch in which the model drew a token that no earlier branch has."""
     seen: set[int] = set()
+    finish = {leg.leg: leg.finish_reason for leg in trajectory.legs}  # a refused request has used up a number
     for branch in trajectory.branches:
         drawn = _loss_mask(branch)
         new_legs = set(branch.legs) - seen
@@ -60,7 +61,7 @@ def _sequences(prompt_id: str, trajectory: RecordedTrajectory, advantage: float)
             recomputed_version=None,
             reward=trajectory.reward,
             advantage=advantage,
-            finish=str(trajectory.legs[branch.legs[-1]].finish_reason.get("type")),
+            finish=str(finish[branch.legs[-1]].get("type")),
             turns=len(new_legs),
         )
 

@@ -66,9 +66,11 @@ class TrajectoryCommands:
         """End trajectories, done or rejected; idempotent.
 
         Raises:
-            RequestError: as for `TrajectoryRun.check`.
+            RequestError: as for `TrajectoryRun.check`; 404, the run has had neither a leg nor a round of trajectories.
         """
-        known = self._c.trajectory_run(cmd.run)
+        known = self._c.trajectories.get(cmd.run)
+        if known is None:
+            raise RequestError(404, "run", f"there is no run {cmd.run!r} with trajectories")
         known.check(cmd.done, cmd.reject)
         new = [name for name in cmd.done if name not in known.ended]
         self._attached.end_trajectories(known, cmd.done, cmd.reject)

@@ -90,7 +90,8 @@ class TrajectoryRun:
             self.done.pop(trajectory, None)
 
     def check(self, done: Iterable[str], reject: Iterable[str]) -> None:
-        """Refuse a message that names an unknown trajectory, or one that has ended the other way; nothing changes.
+        """Refuse a message that ends an unknown trajectory as done, or one that has ended the other way; nothing
+        changes.
 
         Raises:
             RequestError: 404 or 409.
@@ -102,7 +103,7 @@ class TrajectoryRun:
         for name, outcome, ids in wanted:
             for i in ids:
                 before = self.ended.get(i)
-                if before is None and i not in self.active:
+                if before is None and outcome == "done" and i not in self.active:
                     raise RequestError(404, name, f"run {self.name!r} has no trajectory {i!r}")
                 if before is not None and before != outcome:
                     raise RequestError(409, name, f"trajectory {i!r} has ended: {before}")
@@ -110,19 +111,18 @@ class TrajectoryRun:
     def end(self, name: str, outcome: Outcome, result: bytes = b"") -> Trajectory | None:
         """A trajectory that `check` has passed ends; None if it had ended before.
 
+        An unknown one is rejected before its first request, which may be on its way and is then refused: nobody would
+        end a trajectory that it began.
+
         `result`: the caller's reward and metadata.
         """
         if name in self.ended:
             return None
-        self.ended[name] = outcome
-        if len(self.ended) > MAX_ENDED:
-            self.ended.popitem(last=False)
-        trajectory = self.active[name]
-        self._in_order(trajectory, result)
+        trajectory = self.active.get(name) or Trajectory(self, name, name)
+        self._end(trajectory, outcome, result)
         if outcome == "done":
             self.done[trajectory] = None
-        else:
-            del self.active[name]
+        elif self.active.pop(name, None) is not None:
             self.rejected.append(name)
         return trajectory
 
@@ -131,11 +131,13 @@ class TrajectoryRun:
         trajectory = self.active.pop(name, None)
         if trajectory is not None:
             self.done.pop(trajectory, None)
-            self.ended[name] = "rejected"
-            self._in_order(trajectory)
+            self._end(trajectory, "rejected")
         return trajectory
 
-    def _in_order(self, trajectory: Trajectory, result: bytes = b"") -> None:
+    def _end(self, trajectory: Trajectory, outcome: Outcome, result: bytes = b"") -> None:
+        self.ended[trajectory.id] = outcome
+        if len(self.ended) > MAX_ENDED:
+            self.ended.popitem(last=False)
         trajectory.order, trajectory.result = self.ends, result
         self.ends += 1
 

@@ -53,6 +53,8 @@ class FakeAgentEngine:
         self.dropped: list[str] = []
         self.unknown: set[str] = set()
         """Trajectories that made no request."""
+        self.lost_reject: str | None = None
+        """A trajectory whose run it does not know when it is rejected, because it was restarted without a journal."""
         self.lost = False
         self.open: dict[str, Any] | None = None
         self.answered: dict[str, RolloutReply] = {}
@@ -103,7 +105,7 @@ class FakeAgentEngine:
         with self.change():
             if self.lost:
                 raise ServerLostError(0, "server", "lost")
-            if self.unknown & {*(trajectories or {}), *(reject or [])}:
+            if self.unknown & (trajectories or {}).keys() or self.lost_reject in (reject or []):
                 raise AprilError(404, "trajectories", "unknown")
             self.done_ |= trajectories or {}
             self.rejected += reject or []

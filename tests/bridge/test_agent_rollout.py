@@ -162,6 +162,22 @@ def test_an_agent_that_makes_no_request_has_failed(make: Callable[..., Any], eng
     assert delivered(rollouts.round("r.2", 1)) == [("e0-0", [1.0, 1.0])]
 
 
+def test_an_agent_that_fails_on_an_engine_without_the_run_is_repeated(
+    make: Callable[..., Any], engine: FakeAgentEngine
+) -> None:
+    """The engine was restarted without a journal, and has nothing to delete."""
+
+    def outcome(start: StartAgent) -> float | str:
+        if start.task.id == "e0-0.0" and start.id.endswith("0"):
+            engine.lost_reject = start.id
+            return "broken"
+        return 1.0
+
+    rollouts = make(outcome)
+    assert len(delivered(rollouts.round("r.1", 3))) == 3
+    assert Counter(started(rollouts))["e0-0.0"] == 2
+
+
 def test_after_the_engine_was_lost_all_agents_of_the_pool_start_again(
     make: Callable[..., Any], engine: FakeAgentEngine
 ) -> None:

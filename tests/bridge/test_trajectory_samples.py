@@ -37,9 +37,13 @@ def branch(ids: list[int], drawn: list[tuple[int, int]], spans: list[tuple[int, 
     }
 
 
-def trajectory(branches: list[Any], legs: int, reward: float | None = 1.0, index: int = 0) -> RecordedTrajectory:
+def trajectory(
+    branches: list[Any], legs: int | list[Any], reward: float | None = 1.0, index: int = 0
+) -> RecordedTrajectory:
+    """`legs`: those of the record, or how many."""
+    legs = [leg(i) for i in range(legs)] if isinstance(legs, int) else legs
     fields = {"id": f"e0-0.{index}.x", "run": "r", "group": "g", "reward": reward, "metadata": {"index": index}}
-    return read_trajectory(fields | {"legs": [leg(i) for i in range(legs)], "branches": branches})
+    return read_trajectory(fields | {"legs": legs, "branches": branches})
 
 
 TWO_TURNS = branch(
@@ -77,6 +81,13 @@ def test_a_branch_without_own_tokens_is_no_sequence() -> None:
     assert (
         len(training_samples([TrajectoryGroup("p", [trajectory([first, {**second, "shared": 4}], 3)])], config())) == 1
     )
+
+
+def test_a_number_that_a_refused_request_has_used_is_no_leg() -> None:
+    """The legs of a record are numbered in order of arrival, and a request that SGLang refuses is not among them."""
+    record = trajectory([{**TWO_TURNS, "legs": [0, 2]}], [leg(0), leg(2, "length")])
+    (sample,) = training_samples([TrajectoryGroup("p", [record])], config())
+    assert (sample.finish, sample.turns) == ("length", 2)
 
 
 def test_branches_of_a_trajectory_weigh_as_one_response() -> None:

@@ -1,5 +1,6 @@
 """Legs of trajectories, their record, and rounds that count trajectories (docs/trajectories.md)."""
 
+import json
 import re
 from concurrent.futures import Future
 from typing import Any
@@ -9,6 +10,7 @@ from tests.support.live import LiveServer, until
 
 PROMPT = [9, 8, 7, 6, 5]
 LENGTH = 12
+USER = {"role": "user", "content": "1 2 3"}
 
 
 def leg(
@@ -73,7 +75,7 @@ def test_record_has_every_leg(live: LiveServer, run: str) -> None:
     counted = mismatched(live)
     first = leg(live, run, "t", PROMPT, return_logprob=True)
     history = [*PROMPT, *first["output_ids"], 3, 4]
-    second = leg(live, run, "t", history)
+    second = leg(live, run, "t", history, logprob_start_len=0)  # without return_logprob it has no effect
     assert "output_token_logprobs" not in second["meta_info"]
     edited = [*history[:10], 1, 2, 3]
     third = leg(live, run, "t", edited, return_logprob=True)
@@ -163,11 +165,15 @@ def test_quota_suspends_the_other_trajectories(live: LiveServer, run: str) -> No
     assert [t["id"] for t in reply["trajectories"]] == ["long0", "late", "long1"]
     assert reply["carried"]["trajectories"] == []
     assert reply["stats"]["delivered"]["trajectories"] == 3
-    refused = live.server.http.post(
-        "/generate", json={"input_ids": PROMPT}, headers={"x-april-run": run, "x-april-trajectory": "late"}
-    )
+    late_leg = {"x-april-run": run, "x-april-trajectory": "late"}
+    refused = live.server.http.post("/generate", json={"input_ids": PROMPT}, headers=late_leg)
     assert refused.status_code == 400
     assert "has ended" in refused.text
+    for route, prompt in (("completions", {"prompt": "1"}), ("chat/completions", {"messages": [USER]})):
+        body = {"model": "m", "stream": True, "max_tokens": 4, **prompt}
+        stream = live.server.http.post(f"/v1/{route}", json=body, headers=late_leg)
+        error = json.loads(next(line for line in stream.iter_lines() if line).removeprefix("data: "))["error"]
+        assert (error["code"], "has ended" in error["message"]) == (400, True)
 
 
 def test_begun_trajectories_come_first(live: LiveServer, run: str) -> None:

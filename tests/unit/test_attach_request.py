@@ -114,7 +114,7 @@ def test_what_cannot_be_suspended_is_refused_if_it_names_a_run_and_stock_otherwi
 
 
 @pytest.mark.parametrize("batch", [False, True])
-@pytest.mark.parametrize("names", [{RUN: None}, {TRAJECTORY: 7}, {GROUP: "g", "thinking_budget": 3}])
+@pytest.mark.parametrize("names", [{RUN: None}, {SEED: 7}, {SEED: 7, "thinking_budget": 3}])
 @pytest.mark.parametrize("default", [None, "default"])
 def test_a_request_that_is_not_attached_names_nothing_to_the_scheduler(
     default: str | None, names: dict[str, Any], batch: bool
@@ -126,6 +126,18 @@ def test_a_request_that_is_not_attached_names_nothing_to_the_scheduler(
     sent: Any = obj.sampling_params[0] if batch else obj.sampling_params  # type: ignore[index,call-overload]
     rest = {key: value for key, value in names.items() if not key.startswith("x-april")}
     assert sent == {"temperature": 0.5, "custom_params": rest or None}
+
+
+@pytest.mark.parametrize("name", [TRAJECTORY, GROUP])
+def test_what_names_a_trajectory_is_never_a_stock_request(name: str) -> None:
+    """It would miss in the record. Its client has forgotten the run, or asks for what a leg cannot have."""
+    with pytest.raises(ValueError, match=f"^{name}: needs x-april-run"):
+        attach(request(), {name: "t"}, None)
+    with pytest.raises(ValueError, match=f"^{name}: needs x-april-run"):
+        attach(request(sampling_params={"custom_params": {name: "t"}}), {}, None)
+    with pytest.raises(ValueError, match="return_hidden_states: is not supported"):
+        attach(request(return_hidden_states=True), {name: "t"}, "default")
+    assert attach(request(), {TRAJECTORY: "t", name: "t"}, "default")
 
 
 def test_requests_of_a_batch_name_the_same_run() -> None:

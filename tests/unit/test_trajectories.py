@@ -84,6 +84,37 @@ def test_a_repeated_or_wrong_message_changes_nothing(w: LegHarness) -> None:
     assert w.done("run", "a", "c").status == 200
 
 
+def test_a_request_that_arrives_after_its_trajectory_was_rejected_is_refused(w: LegHarness) -> None:
+    """An agent can fail while its first request is on its way. A trajectory that it began would have no owner, and the
+    round would wait for it for ever."""
+    w.open("run", 1, max_staleness=0)
+    assert w.done("run", "t").status == 404
+    assert w.done("run", reject=("t",)).data["rejected"] == 1
+    assert not w.leg("run", "a", PROMPT, 2, "t")
+    assert w.done("run", reject=("t",)).status == 200
+    assert w.done("run", "t").status == 409
+    w.stop("run")
+    (reply,) = w.of(messages.RoundEnded)
+    assert (reply.rejected, reply.carried["trajectories"]) == ([], [])
+
+
+def test_a_message_to_an_unknown_run_leaves_nothing(w: LegHarness) -> None:
+    assert w.done("run", "t").status == w.done("run", reject=("t",)).status == 404
+    assert not w.context.trajectories
+
+
+def test_the_memory_of_ended_trajectories_is_bounded(w: LegHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_april.scheduler.trajectory_run.MAX_ENDED", 3)
+    w.open("run", None)
+    for i in range(5):
+        w.leg("run", f"r{i}", PROMPT, 2, f"t{i}")
+    w.command(messages.Drop, run="run")
+    assert list(w.context.trajectories["run"].ended) == ["t2", "t3", "t4"]
+    for i in range(5):
+        w.done("run", reject=(f"u{i}",))
+    assert list(w.context.trajectories["run"].ended) == ["u2", "u3", "u4"]
+
+
 def test_done_aborts_what_is_pending(w: LegHarness) -> None:
     w.open("run", 2)
     w.leg("run", "a", PROMPT, 30, "a")

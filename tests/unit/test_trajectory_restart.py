@@ -72,7 +72,10 @@ def w(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[JournalledLegs
 
 
 def begin(w: JournalledLegs) -> dict[str, dict[str, Any]]:
-    """An open round; `a` has two legs and a branch, `b` is done, `c` is rejected, `d` draws. Returns the records."""
+    """An open round; `a` has two legs and a branch, `b` is done, `c` and the unknown `e` are rejected, `d` draws.
+
+    Returns the records.
+    """
     assert w.open("run", 3).status == 200
     for name in "abc":
         w.leg("run", f"{name}0", PROMPT, 4, name)
@@ -81,7 +84,7 @@ def begin(w: JournalledLegs) -> dict[str, dict[str, Any]]:
     w.step(6)
     w.leg("run", "a2", [*w.sequence("a0")[:5], 2], 3, "a")
     w.step(6)
-    w.done("run", "b", reject=("c",))
+    w.done("run", "b", reject=("c", "e"))
     w.leg("run", "d0", PROMPT, 40, "d")
     w.step(12)
     assert w.running() == {"d0"}
@@ -101,7 +104,8 @@ def test_records_verdicts_and_the_round_are_restored(w: JournalledLegs) -> None:
     new = run.active["a"]
     assert [(s.ids.tolist(), s.legs) for s in new.sequences] == [(s.ids.tolist(), s.legs) for s in old.sequences]
     assert (new.legs, new.mismatches, new.tokens, new.oldest) == (3, 1, 10, 0)
-    repeated = w.done("run", "b", reject=("c",))
+    assert not w.leg("run", "e0", PROMPT, 2, "e"), "rejected before its first request"
+    repeated = w.done("run", "b", reject=("c", "e"))
     assert (repeated.status, repeated.data["new"]) == (200, [])
     assert w.done("run", "c").status == 409
     assert not w.leg("run", "late", PROMPT, 2, "b")

@@ -84,19 +84,23 @@ def attach(obj: Any, headers: Mapping[str, str], default: str | None, *, overlap
         overlap: whether the scheduler runs its overlap loop.
 
     Raises:
-        ValueError: the request is to be attached, but sets a field whose effect would not survive a suspend.
+        ValueError: the request is to be attached, but names no run, or sets a field whose effect would not survive a
+            suspend.
     """
     if not isinstance(obj, GenerateReqInput):
         return None
     given = obj.sampling_params or {}
     each = given if isinstance(given, list) else [given]
     run, trajectory, group, seed = _named_by(headers, each)
+    is_part = trajectory is not None or group is not None
     if run is None and default is None:
+        if is_part:
+            raise ValueError(f"{GROUP if trajectory is None else TRAJECTORY}: needs {RUN}")
         _mark(obj, [None] * len(KEYS))  # the scheduler trusts what it reads there
         return None
     problem = _problem(obj) or (_penalty(each) if overlap else "")
     problem = problem or (_leg_problem(obj, each) if trajectory is not None else "")
-    if run is None and (problem or str(obj.rid).startswith(HEALTH_CHECK_RID_PREFIX)):
+    if run is None and not is_part and (problem or str(obj.rid).startswith(HEALTH_CHECK_RID_PREFIX)):
         _mark(obj, [None] * len(KEYS))
         return None
     if not all(isinstance(params, dict) for params in each):

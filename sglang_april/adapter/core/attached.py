@@ -18,6 +18,7 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_april.adapter.core.attach_request import DESCRIPTION, attachment_of, seed_of
+from sglang_april.adapter.shapes.installed import shape
 from sglang_april.api.messages import EndedRequest
 from sglang_april.http.prepare import Params, rescore
 from sglang_april.scheduler.attached import Attached
@@ -31,12 +32,14 @@ def begin_attached(orig: Callable[..., Any], s: Scheduler, recv_req: TokenizedGe
         return orig(s, recv_req)
     attached = s.april.attached
     if reason := attached.refusal(*attachment):
-        refusal = {"type": "abort", "status_code": HTTPStatus.BAD_REQUEST.value, "message": reason}
+        refusal = {"type": "abort", "status_code": HTTPStatus.BAD_REQUEST, "message": reason}  # streams want the enum
         attached.refused(recv_req.rid)
         return s.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=recv_req.rid, finished_reason=refusal), None)
     run, trajectory, group = attachment
+    if not recv_req.return_logprob:  # these two have no effect then, as in SGLang
+        recv_req.logprob_start_len, recv_req.top_logprobs_num = -1, 0
     recv_req.return_logprob |= trajectory is not None  # for the record; the caller gets what it asked for
-    ids = np.asarray(recv_req.input_ids, dtype="<i4").tobytes()
+    ids = _prompt(s, recv_req)
     params = recv_req.sampling_params
     if params.sampling_seed is None:
         params.sampling_seed = seed_of(params.custom_params, trajectory or recv_req.rid, ids)
@@ -49,6 +52,14 @@ def begin_attached(orig: Callable[..., Any], s: Scheduler, recv_req: TokenizedGe
     elif sample.state is State.RUNNING and sample.request is not None and sample.request.to_finish is None:
         attached.created(sample)
     return None
+
+
+def _prompt(s: Scheduler, recv_req: TokenizedGenerateReqInput) -> bytes:
+    """The prompt that the model gets, int32: under `--allow-auto-truncate`, SGLang will leave out what is too long."""
+    ids = recv_req.input_ids
+    if len(ids) > s.max_req_input_len and shape.resolved(s.server_args).allow_auto_truncate:
+        ids = ids[: s.max_req_input_len]
+    return np.asarray(ids, dtype="<i4").tobytes()
 
 
 def _params(recv_req: TokenizedGenerateReqInput) -> bytes:
