@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -43,6 +44,33 @@ def test_make_hides_gpus_from_the_tests(tmp_path: Path, target: str) -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0,1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     assert "visible: []" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("version", "system", "refused"),
+    [
+        ((3, 10), "Linux", "Python 3.11 or 3.12 is needed, not 3.10"),
+        ((3, 11), "Linux", None),
+        ((3, 12), "Linux", None),
+        ((3, 13), "Linux", "Python 3.11 or 3.12 is needed, not 3.13"),
+        ((3, 12), "Darwin", "Linux is needed: SGLang has no packages for Darwin"),
+    ],
+)
+def test_make_refuses_where_sglang_cannot_be_installed(
+    tmp_path: Path, version: tuple[int, int], system: str, refused: str | None
+) -> None:
+    """A requirement of SGLang has wheels up to Python 3.12: pip would compile it, which needs Rust."""
+    python = f'[ "$1" = -c ] || exit 1\nexec {sys.executable} -c "import sys; sys.version_info = {version}; $2"\n'
+    for name, script in (("python", python), ("uname", f"echo {system}\n")):
+        (tmp_path / name).write_text("#!/bin/sh\n" + script)
+        (tmp_path / name).chmod(0o755)
+    ready = tmp_path / "venv" / ".ready"
+    command = ["make", str(ready), f"VENV={ready.parent}", f"PYTHON={tmp_path / 'python'}"]
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode != 0, "this Python creates no environment"
+    assert ("setting up" in done.stdout) == (refused is None)
+    assert (refused or "") in done.stdout + done.stderr
 
 
 def test_an_image_holds_no_environment_output_or_history() -> None:
