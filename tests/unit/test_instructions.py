@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -71,6 +72,21 @@ def test_make_refuses_where_sglang_cannot_be_installed(
     assert done.returncode != 0, "this Python creates no environment"
     assert ("setting up" in done.stdout) == (refused is None)
     assert (refused or "") in done.stdout + done.stderr
+
+
+def test_a_server_in_an_environment_with_sglang_needs_what_the_page_lists() -> None:
+    """Its installation without dependencies must lack nothing; numba is for the CPU platform alone."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {re.split("[>=!]", one)[0] for one in project["dependencies"] + project["optional-dependencies"]["engine"]}
+    page = (ROOT / "docs" / "sglang-versions.md").read_text().replace("\n", " ")
+    (listed,) = re.findall(r"What it needs \((.*?)\) is there with SGLang", page)
+    assert set(listed.split(", ")) == needed - {"sglang", "numba"}
+    paths = [path for folder in ("sglang_april", "kernels") for path in (ROOT / folder).rglob("*.py")]
+    compiled = [path for path in paths if re.search("import numba|april_kernels.compiled", path.read_text())]
+    own = {"kernels/april_kernels/compiled.py", "kernels/april_kernels/seeded_sampling/cpu.py"}
+    others = {str(path.relative_to(ROOT)) for path in compiled} - own
+    assert others
+    assert all(path.startswith("sglang_april/cpu/") for path in others), others
 
 
 def test_an_image_holds_no_environment_output_or_history() -> None:
