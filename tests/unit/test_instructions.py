@@ -1,5 +1,6 @@
 """What README, CONTRIBUTING, the quickstart and the recipes tell a reader to do, where no test can do it."""
 
+import ast
 import os
 import re
 import subprocess
@@ -31,6 +32,21 @@ def test_training_of_the_quickstart_on_gpus_uses_backends_that_run_its_model() -
     assert settings == ["--attention-backend=triton", "--sampling-backend=pytorch"]
     assert "colocate: true" in on_gpus
     assert "enable-memory-saver" not in on_gpus, "the bridge adds it"
+
+
+def test_every_openai_client_of_the_docs_waits_for_a_push_and_sends_once() -> None:
+    """The package's defaults end a request after ten minutes and send it again, which begins another leg."""
+    clients = [
+        (block.name, {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords})
+        for language in ("python", "text")
+        for block in blocks(language)
+        if "OpenAI(" in block.text
+        for node in ast.walk(ast.parse(block.text))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("OpenAI")
+    ]
+    assert len(clients) == 4
+    for name, given in clients:
+        assert (given.get("timeout"), given.get("max_retries")) == ("None", "0"), name
 
 
 @pytest.mark.parametrize("target", ["test", "live"])
