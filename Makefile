@@ -1,5 +1,5 @@
 # make demo · make test · make live · make check · make bench · make soak · make gpu · make docs · make clean
-# Needs Python 3.11+ and make; everything else goes into .venv, once.
+# Needs Linux, Python 3.11 or 3.12, make and 10 GB of disk; everything else goes into .venv, once.
 # make live SGLANG=0.5.18: another supported release of SGLang, in an environment of its own, .venv-0.5.18.
 
 PYTHON ?= python3
@@ -58,7 +58,10 @@ bench: $(READY)
 WARM_UP := import sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler, sglang.srt.models.registry
 
 $(READY): pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed"; exit 1; }
+	@[ "$$(uname)" = Linux ] || { echo "Linux is needed: SGLang has no packages for $$(uname)"; exit 1; }
+	@$(or $(wildcard $(BIN)/python),$(PYTHON)) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v < (3, 13) or sys.exit( \
+		"Python 3.11 or 3.12 is needed, not %d.%d: SGLang requires outlines_core 0.1.26, which has wheels for no newer one. " \
+		"Name it: make PYTHON=python3.12" % v)'
 	@set -e; echo "setting up $(VENV) (once)"; start=$$(date +%s); \
 	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV); \
 	[ -x $(BIN)/uv ] || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv; \

@@ -4,9 +4,9 @@
     python -m bench.report --readme           # fills the tables of README and docs, and draws README's picture
     python -m bench.report --readme --check   # fails if a page or the picture differs from the rows
 
-A marker is ``<!-- bench:PRESET DISTRIBUTION -->`` for a table of five columns, or ``<!-- bench:PRESET DISTRIBUTION full
--->`` for all columns and the aims; it ends with ``<!-- /bench -->``. Each table comes from the newest run that measured
-it, and rows of two runs are never compared. Tables of other benchmarks: see `doc_tables.py`.
+A marker is ``<!-- bench:PRESET DISTRIBUTION -->`` for a table of seven columns, or ``<!-- bench:PRESET DISTRIBUTION
+full -->`` for all columns and the aims; it ends with ``<!-- /bench -->``. Each table comes from the newest run that
+measured it, and rows of two runs are never compared. Tables of other benchmarks: see `doc_tables.py`.
 """
 
 import argparse

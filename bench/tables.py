@@ -271,16 +271,15 @@ HEADLINE: dict[str, str] = {
 
 
 def headline_table(table: dict[str, list[Row]]) -> list[list[str]]:
-    """Header and one line per variant of README's table: five columns."""
-    lines = [["rollouts", "× wait for all", "× client-side APRIL", "tokens/s delivered", "re-prefilled per token"]]
+    """Header and one line per variant of README's table: ratios, speed, and what they cost."""
+    head = ["rollouts", "× wait for all", "× client-side APRIL", "tokens/s delivered", "re-prefilled per token"]
+    lines = [[*head, "off-policy", "hybrid"]]
     for name, title in HEADLINE.items():
         if rows := table.get(name):
             ratios = (headline(rows, base) for base in (table.get("synchronous", []), better_outside(table)))
-            speed, prefills = (
-                median(row["delivered_tokens_per_s"] for row in rows),
-                COLUMNS["re-prefilled, a token"](rows),
-            )
-            lines.append([title, *map(_ratio, ratios), f"{speed:,.0f}", prefills])
+            speed = median(row["delivered_tokens_per_s"] for row in rows)
+            costs = [COLUMNS[name](rows) for name in ("re-prefilled, a token", "off-policy", "hybrid")]
+            lines.append([title, *map(_ratio, ratios), f"{speed:,.0f}", *costs])
     return lines
 
 

@@ -1,13 +1,14 @@
 """Entry points of `april-train` (also `python -m trainer_bridge`) and `april-convert`; the commands are in `cli.py` and
 `megatron/convert.py`.
 
-There are no imports at the top, because reward processes import this module again and must not import torch.
+This package is not imported at the top, because reward processes import this module again and must not import torch.
 """
 
 import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 
 def main() -> int:
@@ -38,6 +39,9 @@ def _run(command: str, load: Callable[[], Callable[[], int]], kept: str) -> int:
     Ctrl-C that it does not handle itself ends with status 130 and a line that names what is `kept`.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's shell starts background jobs without it
+    folder = str(Path.cwd())
+    if folder not in sys.path and not sys.flags.safe_path:  # as with `python -m`; the path of a script lacks it
+        sys.path.insert(0, folder)  # the user's `module:function` is there; worker processes get the same path
     try:
         try:
             run = load()

@@ -183,7 +183,8 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     engines: Count = 1
     """Number of servers to start."""
     server_gpus: Count = 1
-    """GPUs per started server: consecutive ones on one machine, or the number requested from Ray."""
+    """GPUs per started server: consecutive ones on one machine, or the number requested from Ray. `--tp-size` in
+    `server_flags` makes the server use them."""
     server_flags: list[str] = []
     """Further flags for started servers."""
     server_journal: bool = True

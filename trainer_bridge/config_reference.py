@@ -1,7 +1,8 @@
-"""Descriptions of all configuration fields, for `april-train --help` and docs/configuration.md.
+"""Descriptions of all configuration fields, for `april-train --help` and docs/configuration.md, and the page of the
+server's flags, docs/server-flags.md.
 
-    python -m trainer_bridge.config_reference           # write docs/configuration.md
-    python -m trainer_bridge.config_reference --check   # fail if the page differs from the code
+    python -m trainer_bridge.config_reference           # write both pages
+    python -m trainer_bridge.config_reference --check   # fail if a page differs from the code
 
 A field's description is the docstring below it in the source of `Config` or `LossSettings`, and its section is the
 comment line above its group of fields.
@@ -11,17 +12,18 @@ import argparse
 import ast
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from sglang_april.config import FLAGS, AprilConfig
 from trainer_bridge.config import Config
 from trainer_bridge.loss_settings import LossSettings
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 INTRODUCTION = """# Configuration of a training run
 
 `april-train --config FILE` reads these fields from YAML; a flag overrides one: `--rollout-batch-size 32` is
@@ -29,6 +31,32 @@ INTRODUCTION = """# Configuration of a training run
 without an engine. Names follow slime's where slime has the setting. How a run works: [training.md](training.md).
 
 This page is generated: `python -m trainer_bridge.config_reference`.
+"""
+SERVER_FLAGS = """# Flags of the server
+
+`python -m sglang_april.launch_server` and `sglang serve` take these flags beside SGLang's own. A server that another
+program starts reads them from the environment variable `SGLANG_APRIL`, a JSON object whose keys are the flags without
+`--april-`, with underscores: `--april-max-staleness 2 --april-audit 4 --april-audit-strict` is
+`{"max_staleness": 2, "audit": 4, "audit_strict": true}`. A flag on the command line overrides its key.
+[limits.md](limits.md#refused-at-start) lists the flags of SGLang that are refused.
+
+This page is generated: `python -m trainer_bridge.config_reference`.
+
+## Several servers on one machine
+
+All servers of a job read the same `SGLANG_APRIL`. Two of its settings assume that a machine has one server:
+
+- **Host memory.** By default a server takes a quarter of its machine's memory for KV. Set `servers_per_machine` to the
+  number of servers on each machine: `{"quota": 32, "servers_per_machine": 8}`. `april-train` sets it for the servers
+  that it starts.
+- **Files.** `journal` and `disk_dir` belong to one server; a second one refuses to start, because "it is in use by
+  another server". Use them with one server per machine and a path on its own disk, or start the servers yourself, each
+  with paths of its own.
+
+## All flags
+
+| flag | values | meaning |
+| --- | --- | --- |
 """
 
 
@@ -105,7 +133,7 @@ def _type_text(kind: Any) -> str:
     return {int: "integer", float: "number", str: "text", bool: "`true`, `false`"}.get(kind, str(kind))
 
 
-def page() -> str:
+def configuration_page() -> str:
     """The contents of docs/configuration.md."""
     text, section = INTRODUCTION, None
     for field in references():
@@ -116,16 +144,34 @@ def page() -> str:
     return text
 
 
+def server_flags_page() -> str:
+    """The contents of docs/server-flags.md."""
+    lines = []
+    for flag in FLAGS:
+        values = f"`{flag.metavar}`" if flag.metavar else "–"
+        meaning = flag.described(getattr(AprilConfig, flag.field))
+        lines.append(f"| `{flag.option}` | {values} | {meaning[0].upper()}{meaning[1:]}. |\n")
+    return SERVER_FLAGS + "".join(lines)
+
+
+PAGES: dict[Path, Callable[[], str]] = {
+    DOCS / "configuration.md": configuration_page,
+    DOCS / "server-flags.md": server_flags_page,
+}
+
+
 def main() -> int:
-    """Write the page, or compare it. Returns the exit status."""
-    parser = argparse.ArgumentParser(description="Write docs/configuration.md.")
+    """Write the pages, or compare them. Returns the exit status."""
+    parser = argparse.ArgumentParser(description="Write docs/configuration.md and docs/server-flags.md.")
     parser.add_argument("--check", action="store_true", help="compare instead of writing; exit status 1 if different")
-    if not parser.parse_args().check:
-        PAGE.write_text(page())
-    elif not PAGE.exists() or PAGE.read_text() != page():
-        print(f"{PAGE.name} differs from the code: python -m trainer_bridge.config_reference writes it")  # noqa: T201
-        return 1
-    return 0
+    check, status = parser.parse_args().check, 0
+    for path, contents in PAGES.items():
+        if not check:
+            path.write_text(contents())
+        elif not path.exists() or path.read_text() != contents():
+            print(f"{path.name} differs from the code: python -m trainer_bridge.config_reference writes it")  # noqa: T201
+            status = 1
+    return status
 
 
 if __name__ == "__main__":

@@ -65,9 +65,13 @@ def read_rows(path: str | Path) -> list[Mapping[str, Any]]:
         files = sorted(p for p in path.rglob("*") if p.suffix in (".jsonl", ".parquet"))
         if files:
             return [row for file in files for row in read_rows(file)]
-        from datasets import load_from_disk
+        from datasets import DatasetDict, load_from_disk
 
-        return list(load_from_disk(str(path)))
+        loaded = load_from_disk(str(path))
+        if isinstance(loaded, DatasetDict):
+            splits = ", ".join(str(path / name) for name in loaded)
+            raise ConfigError(f"prompt_data: {path} has splits; name one: {splits}")
+        return list(loaded)
     if not path.exists():
         raise ConfigError(f"prompt_data: {path} does not exist")
     if path.suffix == ".parquet":

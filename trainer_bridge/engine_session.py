@@ -15,7 +15,7 @@ import httpx
 from sglang_april.client import AprilClient, AprilError, ServerLostError
 from trainer_bridge.checkpoints import Checkpoints
 from trainer_bridge.config import Config
-from trainer_bridge.handshake import EngineUnreachableError
+from trainer_bridge.handshake import EngineUnreachableError, check_colocated
 from trainer_bridge.push.pusher import PushFailed
 from trainer_bridge.rollout import RolloutSource
 from trainer_bridge.rollout_engine import RolloutEngines
@@ -118,6 +118,8 @@ class EngineSession:
         self.reconnected = self._store.base_version(self.step) > 0  # a new run has had no round
         self._engines.wait_until_ready()
         if self._config.colocate:  # an engine may still have released its memory, for a trainer that was killed
+            for engine in self._engines.each:
+                check_colocated(engine.url, engine.client.state())
             self._engines.resume("weights")
             self._engines.resume("kv_cache", "cuda_graph")
         engines = self._engines.each

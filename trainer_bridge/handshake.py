@@ -60,6 +60,14 @@ def check_engine(url: str, state: dict[str, Any], shape: ModelShape) -> EngineIn
     return EngineInfo(url, model["tp_size"], state["policy_version"], hooks["sglang"], tuple(state["gpus"]))
 
 
+def check_colocated(url: str, state: dict[str, Any]) -> None:
+    """Check that an engine on GPUs gives memory back. Raises: HandshakeError: without this flag SGLang keeps it."""
+    if state["gpus"] and not state["http"]["model"]["memory_saver"]:
+        raise HandshakeError(
+            f"colocate: the engine at {url} would keep its GPU memory; start it with --enable-memory-saver"
+        )
+
+
 def shared_gpu(trainer: str, engines: Sequence[EngineInfo]) -> str:
     """Why trainer rank 0 and all engines cannot be one NCCL group; empty if each rank has a separate GPU.
 

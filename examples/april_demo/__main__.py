@@ -67,7 +67,8 @@ def next_steps(out: Path, *, trained: bool) -> str:
     return (
         f"next, in .venv (source .venv/bin/activate):\n{report}"
         "  docs/quickstart.md    a server, a round, a push, and training with a reward of your own\n"
-        "  make bench            all kinds of rollouts against each other, for about ten minutes"
+        "  make bench BENCH_ARGS='--budget-minutes 10 --out out/bench/rows.json'\n"
+        "                        all kinds of rollouts against each other; an hour by default, into bench/results"
     )
 
 

@@ -24,7 +24,7 @@ class ServerInfo:
     preferred: dict[str, Any] | None = None
     """The server's default sampling parameters."""
     model: dict[str, Any] = field(default_factory=dict)
-    """Shape of the model and the engine's tensor-parallel size, for trainers to compare with their own."""
+    """What a trainer compares with its own: the model's shape, the engine's tensor-parallel size, its memory saver."""
 
 
 class ReaderLock(Protocol):

@@ -1,11 +1,13 @@
 """Configuration from YAML and flags, slime's spellings, and validation messages."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from sglang_april import config as server
 from trainer_bridge import config_reference
 from trainer_bridge.args import config_parser, load
 from trainer_bridge.cli import main
@@ -206,8 +208,21 @@ def test_every_field_has_a_section_and_a_description() -> None:
         assert field.description.split(". ")[0].removesuffix(".")[:60] in help_text, field.name
 
 
-def test_reference_page_is_current() -> None:
-    assert config_reference.PAGE.read_text() == config_reference.page()
+@pytest.mark.parametrize("path", config_reference.PAGES, ids=lambda path: path.stem)
+def test_reference_page_is_current(path: Path) -> None:
+    assert path.read_text() == config_reference.PAGES[path]()
+
+
+def test_settings_on_the_page_of_flags_are_accepted() -> None:
+    """Its JSON is what its flags mean, and it has a row for each flag and no other."""
+    page = config_reference.server_flags_page()
+    examples = page.replace("`--april-`", "").replace("\n", " ").partition("## All flags")[0]
+    flags, *objects = re.findall(r"`(--april-\S+ .*?|\{.*?\})`", examples)
+    argv, (env, on_each) = server.from_argv(flags.split()), [server.from_env({server.ENV: given}) for given in objects]
+    assert server.from_mapping(argv) == server.from_mapping(env) != server.AprilConfig()
+    assert server.from_mapping(on_each).servers_per_machine == 8
+    rows = re.findall(r"^\| `(--april-[a-z-]+)` \|", page, re.MULTILINE)
+    assert rows == [flag.option for flag in server.FLAGS]
 
 
 def test_invalid_configuration_is_reported_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,6 +31,15 @@ def test_all_formats_give_the_same_rows(tmp_path: Path) -> None:
         assert [dict(row) for row in read_rows(tmp_path / name)] == ROWS, name
 
 
+def test_splits_are_refused_by_name_and_each_can_be_read(tmp_path: Path) -> None:
+    from datasets import Dataset, DatasetDict
+
+    DatasetDict(train=Dataset.from_list(ROWS), test=Dataset.from_list(ROWS[:1])).save_to_disk(str(tmp_path / "set"))
+    with pytest.raises(ConfigError, match=r"^prompt_data: .*/set has splits; name one: .*/set/train, .*/set/test$"):
+        read_rows(tmp_path / "set")
+    assert [dict(row) for row in read_rows(tmp_path / "set" / "train")] == ROWS
+
+
 @pytest.mark.parametrize("name", ["nothing.jsonl", "a.csv"])
 def test_unreadable_path_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "a.csv").write_text("x")

@@ -13,6 +13,7 @@ from tests.bridge.test_rollout import FakeRolloutEngine, group_ids, rollout_driv
 from trainer_bridge.checkpoints import Checkpoints
 from trainer_bridge.config import Config
 from trainer_bridge.engine_session import EngineSession
+from trainer_bridge.handshake import HandshakeError
 from trainer_bridge.push.pusher import PushFailed
 from trainer_bridge.server_process import EngineGoneError
 
@@ -26,6 +27,7 @@ class FakeEngineAndTrainer:
         self.version, self.runs, self.rounds = 0, set[str](), set[str]()
         self.unnamed, self.push_open, self.failed, self.closed = False, False, "", ""
         self.released = False
+        self.gpus: list[str] = []
         self.others: Sequence[FakeEngineAndTrainer] = ()
         """Further engines of the run."""
         self.groups: list[str] = []
@@ -48,7 +50,8 @@ class FakeEngineAndTrainer:
     def state(self) -> dict[str, Any]:
         runs = {name: {} for name in self.runs}
         reasons = {"push_open": self.push_open, "failed": self.failed, "unnamed": self.unnamed, "closed": self.closed}
-        return {"policy_version": self.version, "runs": runs, **reasons}
+        http = {"model": {"memory_saver": False}}
+        return {"policy_version": self.version, "runs": runs, "gpus": self.gpus, "http": http, **reasons}
 
     def resume(self, *_tags: str) -> None:
         self.released = False
@@ -97,6 +100,15 @@ def make_session(
 
 def connect(session: EngineSession) -> None:
     session.call(session.sync_weights, lambda _: None, reconnect_first=True)
+
+
+def test_colocated_engine_that_keeps_its_memory_is_refused(tmp_path: Path) -> None:
+    server = FakeEngineAndTrainer()
+    server.gpus = ["a"]
+    with pytest.raises(HandshakeError, match=r"^colocate: the engine at http://engine "):
+        connect(make_session(server, tmp_path, colocate=True)[0])
+    connect(make_session(server, tmp_path)[0])
+    assert server.pushes == [None]
 
 
 def test_new_run_pushes_once_and_then_once_per_step(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from examples.tiny_model import config
 from sglang_april import PROTOCOL
-from trainer_bridge.handshake import EngineInfo, HandshakeError, check_engine, shake_hands
+from trainer_bridge.handshake import EngineInfo, HandshakeError, check_colocated, check_engine, shake_hands
 from trainer_bridge.megatron.shapes import ModelShape
 
 SHAPE = ModelShape.of(config("qwen3"))
@@ -56,6 +56,17 @@ def test_engine_that_does_not_match_is_refused_with_the_reason(reported: dict[st
         check_engine("http://e", reported, SHAPE)
     assert "http://e" in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("gpus", "saver", "refused"), [(["a"], False, True), (["a"], True, False), ([], False, False)])
+def test_colocated_engine_needs_the_memory_saver_on_gpus(gpus: list[str], saver: bool, refused: bool) -> None:
+    """Without it, SGLang answers a release and keeps the memory, so the trainer would run out of it."""
+    reported = {**state(memory_saver=saver), "gpus": gpus}
+    if refused:
+        with pytest.raises(HandshakeError, match=r"^colocate: the engine at http://e .*--enable-memory-saver$"):
+            check_colocated("http://e", reported)
+    else:
+        check_colocated("http://e", reported)
 
 
 class StockServer(BaseHTTPRequestHandler):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer_bridge.args import load
+from trainer_bridge.args import config_parser, load
 from trainer_bridge.cli import main
 from trainer_bridge.config import Config, ConfigError
 from trainer_bridge.validate import check
@@ -71,6 +71,21 @@ def test_engines_use_the_gpus_after_those_of_the_trainer() -> None:
     group = [0, *(gpu for i in range(2) for gpu in config.engine_gpus(i, trainer_on_gpus=True))]
     assert group == [0, 2, 3, 4, 5]
     assert config.engine_gpus(1, trainer_on_gpus=False) == range(2, 4)
+
+
+def test_engines_of_the_page_use_the_gpus_that_it_names() -> None:
+    page = (FOLDER.parent / "docs" / "training.md").read_text()
+    (flags,) = re.findall(r"^april-train --config my\.yaml (.*--engines.*)$", page, re.MULTILINE)
+    given = vars(config_parser().parse_args(flags.split()))
+    config = load(None, {"hf_checkpoint": "m", "prompt_data": "d", **given})
+    check(config)
+    assert f"--tp-size={config.server_gpus}" in config.server_flags
+    gpus = [
+        range(config.trainer_processes),
+        *(config.engine_gpus(i, trainer_on_gpus=True) for i in range(config.engines)),
+    ]
+    named = re.findall(r"(\d)-(\d)", page.partition(flags)[2].partition("\n\n")[2].partition("\n\n")[0])
+    assert [(str(of[0]), str(of[-1])) for of in gpus] == named
 
 
 def test_nccl_on_a_shared_gpu_is_refused() -> None:

@@ -1,5 +1,8 @@
 """Errors of the user or the machine are reported in one line with their location, not as a traceback."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,6 +56,43 @@ def test_invalid_input_is_reported_before_the_run(run: Run, flags: list[str], me
     assert len(errors) == 1
     assert errors[0].startswith("april-train: ")
     assert message in errors[0]
+
+
+COMMAND = """
+import sys
+sys.path += [{root!r}, {kernels!r}]
+from trainer_bridge.__main__ import main
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+"""The script that pip installs. A checkout is appended to the path, as if it was installed."""
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "message"),
+    [
+        (["--reward=my_functions:score", "--dry-run"], 0, "\nreward: my_functions:score\n"),
+        (["--group-reward=my_functions:score", "--dry-run"], 0, "\ngroup_reward: my_functions:score\n"),
+        (["--agent=my_functions:agent", "--dry-run"], 0, "\nagent: my_functions:agent\n"),
+        (["--reward=my_functions:missing"], 2, "module 'my_functions' has no attribute 'missing'"),  # of a worker
+    ],
+)
+def test_functions_of_a_module_in_the_current_folder_are_found(
+    tmp_path: Path, flags: list[str], status: int, message: str
+) -> None:
+    root = HERE.parents[1]
+    script, folder = tmp_path / "bin" / "april-train", tmp_path / "here"
+    for path in (script.parent, folder):
+        path.mkdir()
+    script.write_text(COMMAND.format(root=str(root), kernels=str(root / "kernels")))
+    functions = "def score(sample, prompt):\n    return 0.0\n\n\nasync def agent(task, client):\n    return 0.0\n"
+    (folder / "my_functions.py").write_text(functions)
+    (folder / "data.jsonl").write_text('{"input": "q", "label": "a"}\n')
+    model = f"--hf-checkpoint={root / 'examples/checkpoints/v0'}"
+    command = [sys.executable, str(script), model, "--prompt-data=data.jsonl", "--server=http://127.0.0.1:9", *flags]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, message in done.stdout + done.stderr) == (status, True), done.stderr[-2000:]
 
 
 class LoopThatFails:

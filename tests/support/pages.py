@@ -101,12 +101,13 @@ def _train(words: list[str]) -> None:
 
 def _pip(words: list[str]) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert words[0] == "install"
-    assert words[1].startswith((".", "sglang_april-")), "the package is on no index"
-    for name in ",".join(re.findall(r"\[(.*?)\]", " ".join(words))).split(","):
+    assert words.pop(0) == "install"
+    words = words[words[0] == "--no-deps" :]
+    assert words[0].startswith((".", "sglang_april-")), "the package is on no index"
+    for name in re.findall(r"\w+", ",".join(re.findall(r"\[(.*?)\]", words[0]))):
         assert name in extras
         if name == "engine":  # without a release, pip takes the newest, which not every machine can install
-            assert words[2:] == ["sglang==0.5.17"], "name the SGLang release"
+            assert words[1:] == ["sglang==0.5.17"], "name the SGLang release"
 
 
 def _curl(words: list[str]) -> None:

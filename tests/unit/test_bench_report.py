@@ -9,7 +9,7 @@ import pytest
 
 from bench import record
 from bench.report import main
-from bench.tables import ablations_of, aims, better_outside, by_variant, headline, newest, table_of
+from bench.tables import ablations_of, aims, better_outside, by_variant, headline, headline_table, newest, table_of
 
 
 def row(variant: str, tokens: float, groups: float, repetition: int = 0, **rest: Any) -> dict[str, Any]:
@@ -65,6 +65,16 @@ def test_headline_is_the_smaller_ratio_of_equal_repetitions() -> None:
     head, *body = table_of(by_variant(rows, "lognormal"))
     shown = [[line[head.index(name)] for name in ("factor", *PER)] for line in body]
     assert shown == [["1.5", "2", "0.50"], ["–", "2", "0.50"]]
+
+
+def test_table_of_the_readme_shows_what_speed_costs() -> None:
+    shares = {"off_policy_share": 0.7, "hybrid_share": 0.2, "reprefilled_tokens": 0}
+    head, outside, quota = headline_table(
+        by_variant([row("outside", 10, 1), row("april-keep", 20, 2, **shares)], "lognormal")
+    )
+    costs = [head.index(name) for name in ("re-prefilled per token", "off-policy", "hybrid")]
+    assert [quota[i] for i in costs] == ["0.00", "70.0%", "20.0%"]
+    assert [outside[i] for i in costs] == ["–", "–", "–"]
 
 
 def test_cells_measured_separately_are_compared_by_medians() -> None:

@@ -2,6 +2,8 @@
 
 import json
 import random
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from bench.rollout.__main__ import arguments as bench_arguments
 from examples.april_demo import __main__ as demo
 from examples.april_demo import other_load as measure
 from examples.april_demo.report import draw_learning, show_training
@@ -197,3 +200,10 @@ def test_next_steps_exist(tmp_path: Path) -> None:
     assert "april-train" not in demo.next_steps(tmp_path, trained=False)
     assert (root / "docs" / "quickstart.md").exists()
     assert "bench:" in (root / "Makefile").read_text()
+    words = re.search(r"make bench BENCH_ARGS='(.*?)'", output)
+    assert words
+    given, default = bench_arguments(shlex.split(words[1])), bench_arguments([])
+    assert "an hour by default" in output
+    assert (given.budget_minutes, default.budget_minutes) == (10, 60)
+    assert not given.out.is_absolute()
+    assert subprocess.run(["git", "check-ignore", "--quiet", str(given.out)], cwd=root, check=False).returncode == 0

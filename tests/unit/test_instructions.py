@@ -1,8 +1,11 @@
 """What README, CONTRIBUTING, the quickstart and the recipes tell a reader to do, where no test can do it."""
 
+import ast
 import os
 import re
 import subprocess
+import sys
+import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -31,6 +34,21 @@ def test_training_of_the_quickstart_on_gpus_uses_backends_that_run_its_model() -
     assert "enable-memory-saver" not in on_gpus, "the bridge adds it"
 
 
+def test_every_openai_client_of_the_docs_waits_for_a_push_and_sends_once() -> None:
+    """The package's defaults end a request after ten minutes and send it again, which begins another leg."""
+    clients = [
+        (block.name, {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords})
+        for language in ("python", "text")
+        for block in blocks(language)
+        if "OpenAI(" in block.text
+        for node in ast.walk(ast.parse(block.text))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("OpenAI")
+    ]
+    assert len(clients) == 4
+    for name, given in clients:
+        assert (given.get("timeout"), given.get("max_retries")) == ("None", "0"), name
+
+
 @pytest.mark.parametrize("target", ["test", "live"])
 def test_make_hides_gpus_from_the_tests(tmp_path: Path, target: str) -> None:
     """On a GPU, live tests would run with its default backends, two workers on one device."""
@@ -43,6 +61,48 @@ def test_make_hides_gpus_from_the_tests(tmp_path: Path, target: str) -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0,1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     assert "visible: []" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("version", "system", "refused"),
+    [
+        ((3, 10), "Linux", "Python 3.11 or 3.12 is needed, not 3.10"),
+        ((3, 11), "Linux", None),
+        ((3, 12), "Linux", None),
+        ((3, 13), "Linux", "Python 3.11 or 3.12 is needed, not 3.13"),
+        ((3, 12), "Darwin", "Linux is needed: SGLang has no packages for Darwin"),
+    ],
+)
+def test_make_refuses_where_sglang_cannot_be_installed(
+    tmp_path: Path, version: tuple[int, int], system: str, refused: str | None
+) -> None:
+    """A requirement of SGLang has wheels up to Python 3.12: pip would compile it, which needs Rust."""
+    python = f'[ "$1" = -c ] || exit 1\nexec {sys.executable} -c "import sys; sys.version_info = {version}; $2"\n'
+    for name, script in (("python", python), ("uname", f"echo {system}\n")):
+        (tmp_path / name).write_text("#!/bin/sh\n" + script)
+        (tmp_path / name).chmod(0o755)
+    ready = tmp_path / "venv" / ".ready"
+    command = ["make", str(ready), f"VENV={ready.parent}", f"PYTHON={tmp_path / 'python'}"]
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode != 0, "this Python creates no environment"
+    assert ("setting up" in done.stdout) == (refused is None)
+    assert (refused or "") in done.stdout + done.stderr
+
+
+def test_a_server_in_an_environment_with_sglang_needs_what_the_page_lists() -> None:
+    """Its installation without dependencies must lack nothing; numba is for the CPU platform alone."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {re.split("[>=!]", one)[0] for one in project["dependencies"] + project["optional-dependencies"]["engine"]}
+    page = (ROOT / "docs" / "sglang-versions.md").read_text().replace("\n", " ")
+    (listed,) = re.findall(r"What it needs \((.*?)\) is there with SGLang", page)
+    assert set(listed.split(", ")) == needed - {"sglang", "numba"}
+    paths = [path for folder in ("sglang_april", "kernels") for path in (ROOT / folder).rglob("*.py")]
+    compiled = [path for path in paths if re.search("import numba|april_kernels.compiled", path.read_text())]
+    own = {"kernels/april_kernels/compiled.py", "kernels/april_kernels/seeded_sampling/cpu.py"}
+    others = {str(path.relative_to(ROOT)) for path in compiled} - own
+    assert others
+    assert all(path.startswith("sglang_april/cpu/") for path in others), others
 
 
 def test_an_image_holds_no_environment_output_or_history() -> None:

@@ -143,14 +143,16 @@ class SGLangFrontend:
 
 
 def _model(manager: TokenizerManager) -> dict[str, Any]:
-    """Shape of the model, by the names of a Hugging Face configuration."""
+    """What trainers check: the model's shape, by the names of a Hugging Face configuration, and how it is served."""
+    args = shape.resolved(manager.server_args)
     config = manager.model_config.hf_text_config
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     return {
         "architecture": (config.architectures or [None])[0],
         "vocab_size": manager.model_config.vocab_size,
         **{name: getattr(config, name, None) for name in names},
-        "tp_size": shape.resolved(manager.server_args).tp_size,
+        "tp_size": args.tp_size,
+        "memory_saver": args.enable_memory_saver,
     }
 
 
