@@ -141,7 +141,7 @@ def main(given: list[str] | None = None) -> int:
             continue
         print(f"{label}: log {log_of(setting.folder, piece)}", flush=True)
         run_id = state.get(piece.name, {}).get("run_id") or ""
-        # Rows of another commit are not those of this one. Outside of a repository there is no commit: "" is in every id.
+        # Rows of another commit are not those of this one. Outside of a repository there is none, and "" is in "".
         if args.again or not run_id or record.commit()[:8] not in run_id:
             run_id = new_run_id(piece)
         # Stored before the piece begins, so that the next call continues a run that was interrupted.
