@@ -25,7 +25,6 @@ class FakeEngineAndTrainer:
     def __init__(self) -> None:
         self.version, self.runs, self.rounds = 0, set[str](), set[str]()
         self.unnamed, self.push_open, self.failed, self.closed = False, False, "", ""
-        self.released = False
         self.others: Sequence[FakeEngineAndTrainer] = ()
         """Further engines of the run."""
         self.groups: list[str] = []
@@ -50,9 +49,6 @@ class FakeEngineAndTrainer:
         reasons = {"push_open": self.push_open, "failed": self.failed, "unnamed": self.unnamed, "closed": self.closed}
         return {"policy_version": self.version, "runs": runs, **reasons}
 
-    def resume(self, *_tags: str) -> None:
-        self.released = False
-
     def partials(self, run: str) -> dict[str, Any]:
         return {"groups": [{"run": run, "id": name} for name in self.groups], "unstarted": [], "partials": []}
 
@@ -71,7 +67,6 @@ class FakeEngineAndTrainer:
         if self.failing:
             self.failing -= 1
             raise PushFailed("the weights were refused")
-        assert not self.released, "the weights would be written to unmapped memory"
         for engine in self.each:
             assert version is None or version > engine.version or (version == engine.version and engine.unnamed)
         self.pushes.append(version)
@@ -171,16 +166,6 @@ def test_released_memory_does_not_hide_that_the_version_is_unnamed(tmp_path: Pat
     connect(again)
     again.step, server.closed = 2, "memory is released (kv_cache): POST /resume_memory_occupation first"
     again.sync_weights()
-    assert (server.pushes, again.version, server.unnamed) == ([None, 3], 3, False)
-
-
-def test_trainer_killed_while_memory_was_released_pushes_to_memory_that_is_back(tmp_path: Path) -> None:
-    server = FakeEngineAndTrainer()
-    session, _ = make_session(server, tmp_path, colocate=True)
-    connect(session)
-    server.version, server.runs, server.unnamed, server.released = 3, {"r"}, True, True
-    again, _ = make_session(server, tmp_path, step=2, colocate=True)
-    connect(again)
     assert (server.pushes, again.version, server.unnamed) == ([None, 3], 3, False)
 
 
