@@ -199,19 +199,24 @@ def test_steps_before_a_repeated_push_keep_their_versions(tmp_path: Path) -> Non
 
 
 def test_finished_run_that_goes_on_sends_the_prompts_that_its_end_has_dropped(tmp_path: Path) -> None:
-    """The engine still lists the run, has its weights and remembers its last round."""
+    """The engine still lists the run, has its weights and remembers its last round. If the next round is interrupted,
+    the engine has it, and its request is repeated as it was."""
     server = FakeEngineAndTrainer()
     session, _ = make_session(server, tmp_path)
     connect(session)
     server.version, server.runs, server.rounds = 3, {"r"}, {"r.2"}
     engine = FakeRolloutEngine()
-    driver = rollout_driver(engine, tmp_path / "again", ["ok"] * 9, over_sampling_batch_size=2)
-    driver.pool.draw(2)
-    again, _ = make_session(server, tmp_path, step=2, rollouts=driver)
-    connect(again)
-    assert server.pushes == [None]
-    assert group_ids(driver.round("r.3", 2)) == ["e0-0", "e0-1"]
-    assert sent_prompts(engine) == [["e0-0", "e0-1"]]
+    for _ in range(2):
+        driver = rollout_driver(engine, tmp_path / "again", ["ok"] * 9, over_sampling_batch_size=3)
+        driver.pool.draw(2)
+        again, _ = make_session(server, tmp_path, step=2, rollouts=driver)
+        connect(again)
+        assert server.pushes == [None]
+        assert group_ids(driver.round("r.3", 2)) == ["e0-0", "e0-1"]
+        server.rounds.add("r.3")
+        engine.waiting = []
+    assert sent_prompts(engine)[0] == ["e0-0", "e0-1", "e0-2"]
+    assert engine.bodies[0] == engine.bodies[1]
 
 
 def test_failed_push_is_repeated_after_reconnecting(tmp_path: Path) -> None:
