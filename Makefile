@@ -20,7 +20,9 @@ demo: $(READY)
 	$(BIN)/python -m examples.april_demo $(DEMO_ARGS)
 
 # The tests run on the CPU platform on every machine: `make gpu` has the backends and the order that a GPU needs.
+# On ROCm a set HIP_VISIBLE_DEVICES or ROCR_VISIBLE_DEVICES hides CUDA_VISIBLE_DEVICES from torch; HIP's precedes ROCR's.
 test live: export CUDA_VISIBLE_DEVICES =
+test live: export HIP_VISIBLE_DEVICES =
 
 test: $(READY)
 	@start=$$(date +%s); $(BIN)/pytest --numprocesses $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder $(TEST_ARGS); status=$$?; \

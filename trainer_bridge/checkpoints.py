@@ -2,6 +2,7 @@
 
     SAVE/run.json                  the run's name at the engine, and the bases of its policy versions
     SAVE/extended.json             prompts that rounds since the last checkpoint were extended by
+    SAVE/resent.json               prompts that they sent again, to engines that did not have them any more
     SAVE/checkpoints/step-000007/  trainer/… and state.json
 
 A checkpoint is written under a temporary name, synced and renamed, so a listed checkpoint is complete and durable.
@@ -45,7 +46,7 @@ class Checkpoints:
         """`keep`: how many checkpoints are kept."""
         self._folder, self._keep = folder, keep
         self._checkpoints, self._run = folder / "checkpoints", folder / "run.json"
-        self._extended = folder / "extended.json"
+        self._extended, self._resent = folder / "extended.json", folder / "resent.json"
         self._checkpoints.mkdir(parents=True, exist_ok=True)
         for unfinished in self._checkpoints.glob("tmp-*"):
             shutil.rmtree(unfinished)
@@ -90,6 +91,7 @@ class Checkpoints:
         folder.rename(self.path(state.step))
         sync_folder(self._checkpoints)
         self._extended.unlink(missing_ok=True)
+        self._resent.unlink(missing_ok=True)
         for old in self.steps()[: -self._keep]:
             shutil.rmtree(self.path(old))
 
@@ -106,16 +108,30 @@ class Checkpoints:
 
         They are kept until the next checkpoint: until then, a resumed run repeats the round.
         """
-        _write_atomically(self._extended, json.dumps(self._all_extended() | {round_id: ids}))
+        _note(self._extended, round_id, ids)
 
     def extended(self, round_id: str) -> list[str]:
         """Ids of the prompts that a round may have been extended by."""
-        return self._all_extended().get(round_id, [])
+        return _noted(self._extended).get(round_id, [])
 
-    def _all_extended(self) -> dict[str, list[str]]:
-        """By round."""
-        found: dict[str, list[str]] = json.loads(self._extended.read_text()) if self._extended.exists() else {}
-        return found
+    def note_resent(self, round_id: str, ids: list[str]) -> None:
+        """Store which prompts of the pool a request sends again, before it is sent: a repeated one must be identical,
+        and then the engine has them. They are kept as extensions are."""
+        _note(self._resent, round_id, ids)
+
+    def resent(self, round_id: str) -> list[str]:
+        """Ids of the prompts of the pool that a round may have sent again."""
+        return _noted(self._resent).get(round_id, [])
+
+
+def _note(path: Path, round_id: str, ids: list[str]) -> None:
+    _write_atomically(path, json.dumps(_noted(path) | {round_id: ids}))
+
+
+def _noted(path: Path) -> dict[str, list[str]]:
+    """By round."""
+    found: dict[str, list[str]] = json.loads(path.read_text()) if path.exists() else {}
+    return found
 
 
 def _write_atomically(path: Path, text: str) -> None:

@@ -117,11 +117,9 @@ class EngineSession:
         """Wait for the engines, connect the trainer to them, and check what they have of the run."""
         self.reconnected = self._store.base_version(self.step) > 0  # a new run has had no round
         self._engines.wait_until_ready()
-        if self._config.colocate:  # an engine may still have released its memory, for a trainer that was killed
+        if self._config.colocate:
             for engine in self._engines.each:
                 check_colocated(engine.url, engine.client.state())
-            self._engines.resume("weights")
-            self._engines.resume("kv_cache", "cuda_graph")
         engines = self._engines.each
         clients = [engine.client for engine in engines]
         self._trainer.connect([engine.url for engine in engines], self._config.transport, self._config.api_key)

@@ -1,5 +1,6 @@
 """The rounds of a run: fills the prompt pool, sends the rollout request, and collects the scored groups."""
 
+from collections.abc import Set
 from typing import Any, Protocol
 
 from sglang_april.client import AprilClient
@@ -90,11 +91,8 @@ class RolloutDriver:
         pool, all_engines = self.pool, set(range(self.pool.engines))
         missing = max(0, self._config.pool_size - len(pool)) if fill else 0
         new = pool.reassign() | {prompt.id for prompt in pool.draw(missing)}
-        unsent = [
-            prompt
-            for prompt_id, prompt in pool.prompts.items()
-            if prompt_id in new or pool.engine_of[prompt_id] not in self.engines_with_carry
-        ]
+        unsent = new | self._resent(round_id, pool.prompts.keys() - new)
+        sent = [prompt for prompt_id, prompt in pool.prompts.items() if prompt_id in unsent]
         # If an engine is new, it may not have the extensions of an interrupted round either; they are drawn anew.
         extensions = self._store.extended(round_id) if all_engines <= self.engines_with_carry else []
         resend = pool.draw(len(extensions))
@@ -108,9 +106,18 @@ class RolloutDriver:
             quota,
             resend,
         )
-        rollout = collector.collect(self._request(round_id, unsent, quota))
+        rollout = collector.collect(self._request(round_id, sent, quota))
         self.engines_with_carry = all_engines
         return rollout
+
+    def _resent(self, round_id: str, carried: Set[str]) -> set[str]:
+        """Those of the carried prompts that the request sends again: their engine lacks them, or did at the first
+        attempt at this round."""
+        known = set(self._store.resent(round_id))
+        lost = {prompt_id for prompt_id in carried if self.pool.engine_of[prompt_id] not in self.engines_with_carry}
+        if not lost <= known:
+            self._store.note_resent(round_id, sorted(known | lost))
+        return (known | lost) & carried
 
     def _request(self, round_id: str, prompts: list[TrainingPrompt], quota: int | None) -> dict[str, Any]:
         """The request. It depends on checkpoint and configuration only, so that a repeated one is identical."""

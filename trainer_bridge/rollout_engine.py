@@ -36,6 +36,7 @@ MEMORY_SAVER = "--enable-memory-saver"
 POLL_S = 0.5
 NOTE_S = 10.0
 """Interval of progress lines while a server starts."""
+HEALTH_TIMEOUT_S = 5.0
 MEMORY_CALL_TIMEOUT_S = 600.0
 NOT_RELEASED = "tags: {} cannot be resumed, because it is not released"
 """A server's reason for refusing to resume tags, none of which is released."""
@@ -98,7 +99,8 @@ class RolloutEngine:
                     raise EngineLostError(f"the server has exited: {reason} (log: {self._log})")
                 raise ServerStartError(f"the server did not start: {reason} (log: {self._log})")
             with contextlib.suppress(httpx.HTTPError):
-                if self._http.get("/health", timeout=5).status_code == httpx.codes.OK:
+                self._wake()
+                if self._http.get("/health", timeout=HEALTH_TIMEOUT_S).status_code == httpx.codes.OK:
                     self._was_ready = True
                     return
             if now > noted + NOTE_S:
@@ -108,12 +110,26 @@ class RolloutEngine:
             self._ended.wait(POLL_S)
         raise EngineGoneError(f"no server at {self.url} became ready within {timeout:g} s (server_start_timeout)")
 
+    def _wake(self) -> None:
+        """End the release of memory and the pause that a trainer which was killed in between has left; no-op otherwise.
+
+        `/health` generates a token, which would wait for the end of a pause, and end a server without its memory.
+        """
+        if self._config.colocate:
+            self.resume("weights")
+            self.resume("kv_cache", "cuda_graph")
+        self._http.post("/continue_generation", json={}, timeout=HEALTH_TIMEOUT_S)
+
     def release(self) -> None:
         """Release weights and KV pool; the server evacuates partials first (`evacuate-before-clear`).
 
         The next round may be open already: a trainer that resumes repeats the steps since its last checkpoint, and a
-        restarted server has reopened its round. Memory can be released beside an open round only under a pause.
+        restarted server has reopened its round. Memory can be released beside an open round only under a pause, and
+        without one only if not: a stock request that is about to end would not end under it.
         """
+        if not self.client.state()["rounds"]:
+            self._post("/release_memory_occupation", {})
+            return
         self._post("/pause_generation", {"mode": "retract"})
         try:
             self._post("/release_memory_occupation", {})

@@ -141,7 +141,8 @@ def main(given: list[str] | None = None) -> int:
             continue
         print(f"{label}: log {log_of(setting.folder, piece)}", flush=True)
         run_id = state.get(piece.name, {}).get("run_id") or ""
-        if args.again or record.commit()[:8] not in run_id:  # rows of another commit are not those of this one
+        # Rows of another commit are not those of this one. Outside of a repository there is none, and "" is in "".
+        if args.again or not run_id or record.commit()[:8] not in run_id:
             run_id = new_run_id(piece)
         # Stored before the piece begins, so that the next call continues a run that was interrupted.
         state[piece.name] = {"state": "interrupted", "seconds": 0.0, "run_id": run_id}

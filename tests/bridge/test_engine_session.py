@@ -26,7 +26,6 @@ class FakeEngineAndTrainer:
     def __init__(self) -> None:
         self.version, self.runs, self.rounds = 0, set[str](), set[str]()
         self.unnamed, self.push_open, self.failed, self.closed = False, False, "", ""
-        self.released = False
         self.gpus: list[str] = []
         self.others: Sequence[FakeEngineAndTrainer] = ()
         """Further engines of the run."""
@@ -53,9 +52,6 @@ class FakeEngineAndTrainer:
         http = {"model": {"memory_saver": False}}
         return {"policy_version": self.version, "runs": runs, "gpus": self.gpus, "http": http, **reasons}
 
-    def resume(self, *_tags: str) -> None:
-        self.released = False
-
     def partials(self, run: str) -> dict[str, Any]:
         return {"groups": [{"run": run, "id": name} for name in self.groups], "unstarted": [], "partials": []}
 
@@ -74,7 +70,6 @@ class FakeEngineAndTrainer:
         if self.failing:
             self.failing -= 1
             raise PushFailed("the weights were refused")
-        assert not self.released, "the weights would be written to unmapped memory"
         for engine in self.each:
             assert version is None or version > engine.version or (version == engine.version and engine.unnamed)
         self.pushes.append(version)
@@ -186,16 +181,6 @@ def test_released_memory_does_not_hide_that_the_version_is_unnamed(tmp_path: Pat
     assert (server.pushes, again.version, server.unnamed) == ([None, 3], 3, False)
 
 
-def test_trainer_killed_while_memory_was_released_pushes_to_memory_that_is_back(tmp_path: Path) -> None:
-    server = FakeEngineAndTrainer()
-    session, _ = make_session(server, tmp_path, colocate=True)
-    connect(session)
-    server.version, server.runs, server.unnamed, server.released = 3, {"r"}, True, True
-    again, _ = make_session(server, tmp_path, step=2, colocate=True)
-    connect(again)
-    assert (server.pushes, again.version, server.unnamed) == ([None, 3], 3, False)
-
-
 def test_engine_with_a_reply_to_the_next_round_has_the_carry(tmp_path: Path) -> None:
     server = FakeEngineAndTrainer()
     server.rounds = {"r.3"}
@@ -226,19 +211,24 @@ def test_steps_before_a_repeated_push_keep_their_versions(tmp_path: Path) -> Non
 
 
 def test_finished_run_that_goes_on_sends_the_prompts_that_its_end_has_dropped(tmp_path: Path) -> None:
-    """The engine still lists the run, has its weights and remembers its last round."""
+    """The engine still lists the run, has its weights and remembers its last round. If the next round is interrupted,
+    the engine has it, and its request is repeated as it was."""
     server = FakeEngineAndTrainer()
     session, _ = make_session(server, tmp_path)
     connect(session)
     server.version, server.runs, server.rounds = 3, {"r"}, {"r.2"}
     engine = FakeRolloutEngine()
-    driver = rollout_driver(engine, tmp_path / "again", ["ok"] * 9, over_sampling_batch_size=2)
-    driver.pool.draw(2)
-    again, _ = make_session(server, tmp_path, step=2, rollouts=driver)
-    connect(again)
-    assert server.pushes == [None]
-    assert group_ids(driver.round("r.3", 2)) == ["e0-0", "e0-1"]
-    assert sent_prompts(engine) == [["e0-0", "e0-1"]]
+    for _ in range(2):
+        driver = rollout_driver(engine, tmp_path / "again", ["ok"] * 9, over_sampling_batch_size=3)
+        driver.pool.draw(2)
+        again, _ = make_session(server, tmp_path, step=2, rollouts=driver)
+        connect(again)
+        assert server.pushes == [None]
+        assert group_ids(driver.round("r.3", 2)) == ["e0-0", "e0-1"]
+        server.rounds.add("r.3")
+        engine.waiting = []
+    assert sent_prompts(engine)[0] == ["e0-0", "e0-1", "e0-2"]
+    assert engine.bodies[0] == engine.bodies[1]
 
 
 def test_failed_push_is_repeated_after_reconnecting(tmp_path: Path) -> None:

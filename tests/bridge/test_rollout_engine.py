@@ -1,23 +1,20 @@
 """Servers of a run: started, found again by the next trainer, restarted after a crash."""
 
-import contextlib
 import json
 import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.support.live import until
 from trainer_bridge import server_process
 from trainer_bridge.config import Config
-from trainer_bridge.rollout_engine import NOT_RELEASED, RolloutEngine, RolloutEngines
+from trainer_bridge.rollout_engine import RolloutEngine, RolloutEngines
 from trainer_bridge.server_process import (
     EngineGoneError,
     EngineLostError,
@@ -27,7 +24,6 @@ from trainer_bridge.server_process import (
     last_error,
     termination_timeout_s,
 )
-from trainer_bridge.validate import RunError
 
 HTTP_SERVER = """
 import http.server, sys
@@ -195,54 +191,6 @@ def test_several_servers_share_the_memory_of_their_machine(tmp_path: Path) -> No
     assert shares() == []
     assert shares(engines=4) == ["4"]
     assert shares(engines=4, server_flags=["--april-servers-per-machine=2"]) == ["4", "2"]
-
-
-def external_engine(folder: Path, answer: Callable[[httpx.Request], httpx.Response]) -> RolloutEngine:
-    config = Config(hf_checkpoint="m", prompt_data="d", server="http://x")
-    rollout_engine = RolloutEngine(config, folder, url="http://x")
-    rollout_engine._http = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://x")
-    return rollout_engine
-
-
-def resume(folder: Path, status: int, answer: str, *tags: str) -> None:
-    external_engine(folder, lambda _: httpx.Response(status, text=answer)).resume(*tags)
-
-
-@pytest.mark.parametrize("in_flight", [False, True])
-def test_memory_is_released_beside_an_open_round(tmp_path: Path, in_flight: bool) -> None:
-    """As after a restart that has reopened a round, while the trainer repeats earlier steps. A pause always ends."""
-    routes: list[str] = []
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        routes.append(request.url.path)
-        refused = routes[-1].startswith("/release") and (in_flight or routes[0] != "/pause_generation")
-        return httpx.Response(400 if refused else 200, json={})
-
-    refusal = pytest.raises(RunError, match="400") if in_flight else contextlib.nullcontext()
-    with refusal:
-        external_engine(tmp_path, answer).release()
-    assert routes == ["/pause_generation", "/release_memory_occupation", "/continue_generation"]
-
-
-def test_resume_is_a_no_op_for_a_server_restarted_since_the_release(tmp_path: Path) -> None:
-    refusal = json.dumps({"error": {"message": NOT_RELEASED.format("cuda_graph, kv_cache")}})
-    resume(tmp_path, 400, refusal, "kv_cache", "cuda_graph")
-    with pytest.raises(RunError, match="cannot be resumed"):
-        resume(tmp_path, 400, refusal, "weights")
-    with pytest.raises(RunError, match="500"):
-        resume(tmp_path, 500, refusal, "kv_cache", "cuda_graph")
-
-
-@pytest.mark.parametrize("answer", ["[]", "no JSON", '{"error": "busy"}', '{"error": {"message": "busy"}}'])
-def test_other_refusals_to_resume_end_the_run(tmp_path: Path, answer: str) -> None:
-    with pytest.raises(RunError, match=r"resume_memory_occupation: 400"):
-        resume(tmp_path, 400, answer, "weights")
-
-
-def test_refusal_matches_the_message_of_the_server() -> None:
-    source = Path(__file__).parents[2] / "sglang_april" / "adapter" / "core" / "hooks_http.py"
-    assert NOT_RELEASED.format("{', '.join(wrong)}") in source.read_text()
-    assert "sorted(_tags(obj) - released)" in source.read_text()
 
 
 def test_first_start_that_fails_ends_with_the_servers_error(tmp_path: Path) -> None:

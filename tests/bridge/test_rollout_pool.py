@@ -87,6 +87,27 @@ def test_prompts_go_to_the_least_loaded_engine_and_a_new_engine_gets_the_lost_on
     assert not {prompt["id"] for prompt in engines[0].bodies[2]["prompts"]} & set(lost)
 
 
+def test_a_round_that_was_interrupted_twice_sends_each_engine_what_it_sent_before(tmp_path: Path) -> None:
+    """Engine 1 had no carry at the first attempt, and engine 0 has lost its carry before the third."""
+    first = rollout_driver([FakePoolEngine(), FakePoolEngine()], tmp_path, over_sampling_batch_size=12)
+    first.round("run.1", 4)
+    carried = [{name for name, at in first.pool.engine_of.items() if at == engine} for engine in (0, 1)]
+    shares: list[list[list[str]]] = []
+    for with_carry in ({0}, {0, 1}, {1}, {0, 1}):
+        engines = [FakePoolEngine(), FakePoolEngine()]
+        again = rollout_driver(engines, tmp_path, over_sampling_batch_size=12)
+        again.pool.restore(list(first.pool.prompts), list(first.pool.engine_of.values()))
+        again.pool._data.position = first.pool.position
+        again.engines_with_carry = with_carry
+        again.round("run.2", 4)
+        shares.append([[prompt["id"] for prompt in engine.bodies[0]["prompts"]] for engine in engines])
+    assert [one[1] for one in shares] == [shares[0][1]] * 4
+    assert carried[1] <= set(shares[0][1])
+    assert [one[0] for one in shares] == [shares[0][0]] * 2 + [shares[2][0]] * 2
+    assert not carried[0] & set(shares[0][0])
+    assert carried[0] <= set(shares[2][0])
+
+
 @pytest.mark.parametrize("fewer", [1, 2])
 def test_with_fewer_engines_the_prompts_of_the_removed_ones_are_sent_once_to_the_others(
     tmp_path: Path, fewer: int

@@ -13,8 +13,10 @@ import torch
 from examples.tiny_model import weights
 from tests.support.live import LiveServer, live_server
 from tests.support.server import Server
+from trainer_bridge.args import load
 from trainer_bridge.hf_folder import batches
 from trainer_bridge.push.pusher import Pusher, PushFailed, PushState, connect
+from trainer_bridge.rollout_engine import RolloutEngines
 from trainer_bridge.trainer import TransportName
 
 LONG = {"ignore_eos": True, "max_new_tokens": 60}
@@ -170,3 +172,20 @@ def test_dead_engine_fails_the_push_and_is_named(live: LiveServer, models: Model
     finally:
         pusher.close()
         gone.close()
+
+
+def test_the_next_trainer_wakes_a_server_that_a_killed_one_has_left_paused_and_released(
+    live: LiveServer, tmp_path: Path
+) -> None:
+    server = live.server
+    server.post("/pause_generation", {"mode": "retract"})
+    server.post("/release_memory_occupation")
+    fields = {"server": server.url, "server_start_timeout": 60.0, "colocate": True}
+    engines = RolloutEngines(load(None, {"hf_checkpoint": "m", "prompt_data": "d", **fields}), tmp_path)
+    for _ in range(2):  # the second time there is nothing to end
+        engines.wait_until_ready()
+    engines.close()
+    state = server.state()
+    assert (state["closed"], state["frozen"]) == ("", False)
+    body = {"input_ids": [9, 8], "sampling_params": {"max_new_tokens": 1}}
+    assert len(server.post("/generate", body)["output_ids"]) == 1

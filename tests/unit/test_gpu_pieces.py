@@ -143,10 +143,14 @@ def test_what_passed_is_not_run_again(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "| bad | failed |" in (tmp_path / "page.md").read_text()
 
 
-def test_a_run_id_is_kept_until_its_piece_has_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("commit", ["0123456789", ""])
+def test_a_run_id_is_kept_until_its_piece_has_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commit: str
+) -> None:
+    """Also outside of a repository, which has no commit."""
     starts = iter("abcd")
     monkeypatch.setattr(time, "strftime", lambda *_: next(starts))
-    monkeypatch.setattr(record, "commit", lambda: "0123456789")
+    monkeypatch.setattr(record, "commit", lambda: commit)
     seen: list[str] = []
 
     def run_piece(piece: Piece, _folder: Path) -> dict[str, Any]:
@@ -159,14 +163,13 @@ def test_a_run_id_is_kept_until_its_piece_has_passed(tmp_path: Path, monkeypatch
     monkeypatch.setattr(gpu, "pieces", lambda _: [Piece("april/8", ("run", "--run-id", RUN_ID))])
     monkeypatch.setattr(gpu, "setting_of", lambda _: setting("cpu", tmp_path))
     assert [gpu.main([]), gpu.main([]), gpu.main(["--again"])] == [1, 0, 0]
-    assert seen == ["gpu-april-8-01234567-a", "gpu-april-8-01234567-a", "gpu-april-8-01234567-b"]
+    assert seen == [f"gpu-april-8-{commit[:8]}-{start}" for start in "aab"]
 
 
 def test_a_piece_that_was_interrupted_at_another_commit_begins_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commits, seen = iter(("a" * 40, "a" * 40, "b" * 40, "b" * 40)), list[str]()
-    monkeypatch.setattr(record, "commit", lambda: next(commits))
+    seen: list[str] = []
     monkeypatch.setattr(gpu, "pieces", lambda _: [Piece("april/8", ("run", "--run-id", RUN_ID))])
     monkeypatch.setattr(gpu, "setting_of", lambda _: setting("cpu", tmp_path))
     monkeypatch.setattr(gpu, "page", lambda *_: "")
@@ -176,7 +179,9 @@ def test_a_piece_that_was_interrupted_at_another_commit_begins_again(
         return {"state": "continues", "seconds": 1.0}
 
     monkeypatch.setattr(gpu, "run_piece", run_piece)
-    assert [gpu.main([]), gpu.main([])] == [1, 1]
+    for commit in "ab":
+        monkeypatch.setattr(record, "commit", lambda commit=commit: commit * 40)
+        assert gpu.main([]) == 1
     assert [name.split("-")[3] for name in seen] == ["aaaaaaaa", "bbbbbbbb"]
 
 

@@ -51,16 +51,18 @@ def test_every_openai_client_of_the_docs_waits_for_a_push_and_sends_once() -> No
 
 @pytest.mark.parametrize("target", ["test", "live"])
 def test_make_hides_gpus_from_the_tests(tmp_path: Path, target: str) -> None:
-    """On a GPU, live tests would run with its default backends, two workers on one device."""
+    """On a GPU, live tests would run with its default backends, two workers on one device. On ROCm, torch ignores
+    CUDA_VISIBLE_DEVICES beside either of the other two, and ROCR's beside HIP's."""
     bin_ = tmp_path / "bin"
     bin_.mkdir()
-    (bin_ / "pytest").write_text('#!/bin/sh\necho "visible: [$CUDA_VISIBLE_DEVICES]"\n')
+    (bin_ / "pytest").write_text('#!/bin/sh\necho "visible: [$CUDA_VISIBLE_DEVICES] [${HIP_VISIBLE_DEVICES-unset}]"\n')
     (bin_ / "pytest").chmod(0o755)
     (tmp_path / ".ready").touch()
     command = ["make", target, f"VENV={tmp_path}"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0,1"}
+    given = {f"{name}_VISIBLE_DEVICES": "0,1" for name in ("CUDA", "HIP", "ROCR")}
+    environment = {**os.environ, **given}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    assert "visible: []" in done.stdout
+    assert "visible: [] []" in done.stdout
 
 
 @pytest.mark.parametrize(
