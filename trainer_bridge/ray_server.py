@@ -4,7 +4,6 @@ import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
@@ -48,14 +47,16 @@ class RayServer:
 
     def __init__(self, record: Path, cluster: RayCluster, gpus: int) -> None:
         self._record, self._cluster, self._gpus = record, cluster, gpus
-        self.actor = self._create_actor(None)
+        self._place(None)
         self._node, self._url = ray.get(self.actor.location.remote())
 
-    def _create_actor(self, node: str | None) -> Any:
+    def _place(self, node: str | None) -> None:
+        """Create the actor, and wait until it runs."""
         forwarded = sorted(forwarded_environment())
-        actor = self._cluster.create_actor(ServerActor, self._record, forwarded, gpus=self._gpus, node=node)
-        self._cluster.wait_for([actor], "a server")
-        return actor
+        self._placed = False
+        self.actor = self._cluster.create_actor(ServerActor, self._record, forwarded, gpus=self._gpus, node=node)
+        self._cluster.wait_for([self.actor], "a server")
+        self._placed = True
 
     def new_url(self) -> str:
         """As `ServerProcess.new_url`."""
@@ -75,13 +76,14 @@ class RayServer:
             ray.get(self.actor.start.remote(command, url, log))
         except RayActorError:
             try:
-                self.actor = self._create_actor(self._node)
+                self._place(self._node)
                 ray.get(self.actor.start.remote(command, url, log))
             except (RayError, ClusterCapacityError) as error:
                 raise EngineGoneError(f"Ray cannot restart the server at {url}: {error}") from error
 
     def end(self) -> None:
-        """As `ServerProcess.end`."""
-        with contextlib.suppress(RayActorError):
-            ray.get(self.actor.end.remote())
+        """As `ServerProcess.end`. A `start` that waits for a place fails at once."""
+        with contextlib.suppress(RayError):
+            if self._placed:
+                ray.get(self.actor.end.remote())
         ray.kill(self.actor)

@@ -37,6 +37,8 @@ POLL_S = 0.5
 NOTE_S = 10.0
 """Interval of progress lines while a server starts."""
 HEALTH_TIMEOUT_S = 5.0
+START_TIMEOUT_S = 5.0
+"""Seconds that the end of a server waits for its start."""
 MEMORY_CALL_TIMEOUT_S = 600.0
 NOT_RELEASED = "tags: {} cannot be resumed, because it is not released"
 """A server's reason for refusing to resume tags, none of which is released."""
@@ -157,11 +159,14 @@ class RolloutEngine:
             return
         waits = threading.Timer(NOTE_S, self._note, [f"the server at {self.url} stores its KV; log: {self._log}"])
         waits.start()
+        # A start ends soon, except under Ray while the cluster has no place for the server. Then `end` ends it.
+        locked = self._starting_or_ending.acquire(timeout=START_TIMEOUT_S)
         try:
-            with self._starting_or_ending:
-                self.process.end()
+            self.process.end()
         finally:
             waits.cancel()
+            if locked:
+                self._starting_or_ending.release()
 
     def _post(self, route: str, body: dict[str, Any], ignored_refusal: str | None = None) -> None:
         answer = self._http.post(route, json=body)

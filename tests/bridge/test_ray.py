@@ -134,6 +134,29 @@ def test_server_dies_with_its_actor_and_is_restarted_at_its_address(cluster: Ray
     until(lambda: not psutil.pid_exists(actor), "the end of the actor")
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_ctrl_c_ends_a_server_that_has_lost_its_place(
+    cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    """Its actor has died, and its GPUs are gone. Ray waits for others, or refuses the node at once."""
+    rollout_engine, server = engine(tmp_path, cluster)
+    rollout_engine.wait_until_ready()
+    monkeypatch.setattr(cluster, "has_gpus", True)
+    if waits:
+        monkeypatch.setattr(server, "_node", None)
+    monkeypatch.setattr("trainer_bridge.ray_cluster.PLACEMENT_TIMEOUT_S", 90.0)
+    monkeypatch.setattr("trainer_bridge.rollout_engine.START_TIMEOUT_S", 0.1)
+    first = server.actor
+    os.kill(pid_of(first), signal.SIGKILL)
+    until(lambda: not server.alive, "the end of the actor")
+    with ThreadPoolExecutor(2) as threads:
+        ready = threads.submit(rollout_engine.wait_until_ready)
+        until(lambda: server.actor is not first, "another actor is created")
+        threads.submit(rollout_engine.end_server).result(60)
+        assert isinstance(ready.exception(30), EngineGoneError)
+    rollout_engine.close()
+
+
 def test_server_that_exits_at_startup_is_reported_with_its_log(cluster: RayCluster, tmp_path: Path) -> None:
     rollout_engine, _ = engine(tmp_path, cluster, "raise SystemExit(3)")
     with pytest.raises(EngineGoneError, match=r"did not start: .*server\.log"):

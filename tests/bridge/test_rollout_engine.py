@@ -264,6 +264,23 @@ def test_server_that_is_being_started_is_ended_too(tmp_path: Path) -> None:
     assert not process.alive
 
 
+def test_server_whose_start_takes_long_is_ended_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under Ray, it may wait minutes for a place in the cluster."""
+    monkeypatch.setattr("trainer_bridge.rollout_engine.START_TIMEOUT_S", 0.1)
+    rollout_engine, process = engine(tmp_path), SlowToStart()
+    rollout_engine.process = process  # type: ignore[assignment]
+    process.end = process.may_start.set  # type: ignore[method-assign]
+    with ThreadPoolExecutor(2) as threads:
+        ready = threads.submit(rollout_engine.wait_until_ready)
+        assert process.began.wait(60)
+        try:
+            threads.submit(rollout_engine.end_server).result(30)
+        finally:
+            process.may_start.set()
+        assert isinstance(ready.exception(60), EngineGoneError)
+    rollout_engine.end_server()
+
+
 def test_no_server_is_started_after_the_end(tmp_path: Path) -> None:
     rollout_engine, process = engine(tmp_path), SlowToStart()
     rollout_engine.process = process  # type: ignore[assignment]
