@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from trainer_bridge import child_processes
 from trainer_bridge.args import config_parser, load
 from trainer_bridge.checkpoints import Checkpoints
 from trainer_bridge.config import Config, ConfigError
@@ -47,8 +48,7 @@ def _train(config: Config) -> int:
             signal.signal(number, signal.SIG_IGN)
         for loop in loops:
             loop.interrupt()
-        for child in multiprocessing.active_children():  # trainer ranks and reward processes
-            child.kill()
+        child_processes.kill(multiprocessing.active_children())
         for loop in loops:
             loop.engines.end_servers()
         store = Checkpoints(Path(config.save), config.keep_checkpoints)

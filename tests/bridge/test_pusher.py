@@ -1,7 +1,10 @@
 """The state machine of a push to several engines, with a failure at every point; weight buckets."""
 
 import contextlib
+import multiprocessing
+import signal
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +15,12 @@ import torch
 
 from examples import tiny_model
 from sglang_april.client import AprilError
+from tests.support.live import until
+from trainer_bridge import cli
+from trainer_bridge.config import Config
 from trainer_bridge.handshake import EngineInfo, HandshakeError
 from trainer_bridge.hf_folder import batches
+from trainer_bridge.megatron.workers import ProcessWorkers
 from trainer_bridge.push import pusher as pushing
 from trainer_bridge.push.disk import DiskTransport
 from trainer_bridge.push.distributed import DistributedTransport
@@ -228,3 +235,47 @@ def test_a_push_through_a_folder_leaves_nothing_on_the_disk(
     assert found == [["model.safetensors"]] * 2
     assert not list(temporary.iterdir())
     transport.close()
+
+
+def push_for_ever(temporary: Path, model: Path, began: Path) -> None:
+    """In a process of its own."""
+    tempfile.tempdir = str(temporary)
+
+    def load(*_: Any) -> None:
+        began.touch()
+        time.sleep(600)
+
+    engines: list[Any] = [SimpleNamespace(weight_call=load)]
+    transport = DiskTransport(engines, model)
+    transport.send(WeightBucket.of(BATCHES[0]))
+    transport.finish()
+
+
+@pytest.mark.parametrize("cause", ["Ctrl-C", "another rank has died"])
+def test_a_rank_that_is_killed_in_a_push_through_a_folder_leaves_nothing_on_the_disk(
+    cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (temporary := tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    (other := temporary / "april-push-elsewhere-1-x").mkdir()
+    began, model = tmp_path / "began", tiny_model.make(tmp_path / "model")
+    context = multiprocessing.get_context("spawn")
+    rank = context.Process(target=push_for_ever, args=(temporary, model, began), daemon=True)
+
+    def run(*_: Any) -> int:
+        rank.start()
+        until(began.exists, "the push")
+        raise cli.Interrupted(signal.SIGINT)
+
+    if cause == "Ctrl-C":
+        monkeypatch.setattr(cli, "_run", run)
+        monkeypatch.setattr(signal, "signal", lambda *_: None)
+        monkeypatch.setattr(multiprocessing, "active_children", lambda: [rank])
+        assert cli._train(Config(hf_checkpoint="m", prompt_data="d", save=str(tmp_path / "run"))) == 130
+    else:
+        with pytest.raises(cli.Interrupted):
+            run()
+        workers: Any = SimpleNamespace(processes=[rank])
+        ProcessWorkers._kill(workers)
+    assert not rank.is_alive()
+    assert list(temporary.iterdir()) == [other]

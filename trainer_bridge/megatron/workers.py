@@ -9,9 +9,11 @@ import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
 from sglang_april import interrupt
+from trainer_bridge import child_processes
 from trainer_bridge.megatron.worker import Outcome, RemoteWorker, Worker
 from trainer_bridge.server_process import free_port
 from trainer_bridge.trainer import TrainerSettings
@@ -123,7 +125,7 @@ class ProcessWorkers(RemoteWorkers):
         context = multiprocessing.get_context("spawn")
         init_method = f"tcp://127.0.0.1:{free_port()}"
         self._pipes: list[Connection] = []
-        self.processes = []
+        self.processes: list[BaseProcess] = []
         for rank in range(settings.world_size):
             parent_end, child_end = context.Pipe()
             process = context.Process(target=_serve, args=(child_end, settings, rank, init_method), daemon=True)
@@ -152,8 +154,7 @@ class ProcessWorkers(RemoteWorkers):
         return answer
 
     def _kill(self) -> None:
-        for process in self.processes:
-            process.kill()
+        child_processes.kill(self.processes)
 
     def close(self) -> None:
         """As `Workers.close`; processes get time to exit before they are killed."""

@@ -1,5 +1,6 @@
 """Weight transport through a Hugging Face folder on a file system that the engines share: simple, but slow."""
 
+import os
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from trainer_bridge.child_processes import push_folder_prefix
 from trainer_bridge.hf_folder import write_hf
 from trainer_bridge.push.push_target import PushTarget, call_all
 from trainer_bridge.push.transport import WeightBucket
@@ -33,9 +35,10 @@ class DiskTransport:
     def finish(self) -> None:
         """Write a temporary folder, and have all engines load it.
 
-        The folder is deleted also after a failure or Ctrl-C: SGLang copies the weights, and does not read it again.
+        The folder is deleted also after a failure or Ctrl-C, for a rank that is killed by its parent: SGLang copies the
+        weights, and does not read it again.
         """
-        with tempfile.TemporaryDirectory(prefix="april-push-") as folder:
+        with tempfile.TemporaryDirectory(prefix=push_folder_prefix(os.getpid())) as folder:
             write_hf(self._tensors, self._source, Path(folder))
             self._tensors = []
             body = {"model_path": folder, "flush_cache": False}
