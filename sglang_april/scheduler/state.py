@@ -159,11 +159,6 @@ class Sample:
         return self.group.run.attached
 
     @property
-    def arriving(self) -> bool:
-        """Whether an attached request waits where SGLang has queued it, like a stock request."""
-        return self.attached and self.admitted_round < 0 and not self.length
-
-    @property
     def oldest_version(self) -> int | None:
         """Policy version of the first output token; None without tokens."""
         return self.spans[0].version if self.length else None

@@ -13,7 +13,7 @@ from sglang_april.kv.cost_model import why_not_store
 from sglang_april.kv.kv_pages import CopyTier, KvState, Pages, StoredKv
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.eviction import EvictionQueue, copy_cost, eviction_priority, select_victims, stored_in
-from sglang_april.scheduler.state import Sample, State
+from sglang_april.scheduler.state import Sample
 from sglang_april.scheduler.tier_budget import TierBudget
 from sglang_april.scheduler.transfers import IntegrityChecks, Transfers
 
@@ -68,8 +68,6 @@ class Tiers:
             self._c.engine.release(sample)
             if pages.state is not KvState.RELEASED:
                 pages.change(KvState.RELEASED)
-            if sample.state is State.RUNNING:  # a leg in SGLang's queue, which computes all of its KV now
-                sample.kv.version, sample.kv.quantized = self._c.clock.version, False
         self.drop_prefix(sample)
         self._c.ledger.unpark(sample)
 
@@ -204,12 +202,11 @@ class Tiers:
             pages.change(KvState.COPYING_OUT_SLOTS_FREED)
 
     def move_all_to_disk(self) -> None:
-        """Copy the KV of partials on the device and the host to the disk, as far as it has room, by priority.
+        """Copy all KV on the device and the host to the disk, as far as it has room; the highest priority goes first.
 
-        Copies are ordered and not waited for. A restart does not use the KV of attached requests.
+        Copies are ordered and not waited for.
         """
-        runs = (run for run in self._c.ledger.runs.values() if not run.attached)
-        suspended = (s for run in runs for s in run.suspended if s.kv.pages is not None)
+        suspended = (s for run in self._c.ledger.runs.values() for s in run.suspended if s.kv.pages is not None)
         for sample in sorted(suspended, key=lambda s: (self._c.must_finish(s), eviction_priority(s)), reverse=True):
             self.demote(sample, "disk")
             pages = sample.kv.pages

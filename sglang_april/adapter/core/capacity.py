@@ -24,8 +24,8 @@ class Capacity:
         s = self._s
         joining = self._last_prefill_reqs()
         taken = len(s.running_batch.reqs) + len(joining) + (s.chunked_req is not None and s.chunked_req not in joining)
-        waiting = itertools.chain(s.waiting_queue, self._grammar_queue)
-        return s.get_num_allocatable_reqs(taken) - sum(not _is_foreign(r) for r in waiting)
+        april_waiting = sum(r.april is not None for r in itertools.chain(s.waiting_queue, self._grammar_queue))
+        return s.get_num_allocatable_reqs(taken) - april_waiting
 
     def _last_prefill_reqs(self) -> list[Req]:
         """Requests of the last prefill, which join the running batch at the top of the next step."""
@@ -35,12 +35,11 @@ class Capacity:
         return last.reqs
 
     def foreign_waiting(self) -> int:
-        return sum(map(_is_foreign, self._s.waiting_queue))
+        return sum(r.april is None for r in self._s.waiting_queue)
 
     def idle(self) -> bool:
         s = self._s
-        running = not s.running_batch.is_empty() or self._last_prefill_reqs()
-        return not running and not s.waiting_queue and s.chunked_req is None
+        return s.running_batch.is_empty() and not s.waiting_queue and s.chunked_req is None
 
     def row_slots(self) -> int:
         return self._s.get_num_allocatable_reqs(len(self._s.running_batch.reqs))
@@ -101,11 +100,6 @@ class Capacity:
     @property
     def _grammar_queue(self) -> list[Req]:
         return self._s.grammar_manager.grammar_queue
-
-
-def _is_foreign(req: Req) -> bool:
-    """Whether a request in SGLang's queue has not been put there by the plugin."""
-    return req.april is None or req.april.arriving
 
 
 def _reserved(req: Req, drawn: int) -> int:
