@@ -154,7 +154,7 @@ class Resumer:
 
         After two loads, or if nothing else runs that could free memory, it is prefilled as a whole.
         """
-        pages, leg = sample.kv.pages, sample.group.leg
+        engine, pages, leg = self._c.engine, sample.kv.pages, sample.group.leg
         if pages is None or sample.length or leg is None:
             return False
         if not self._why_recompute(sample, pages):
@@ -166,8 +166,8 @@ class Resumer:
             if leg.loads < MAX_LEG_LOADS and self._tiers.load(sample):
                 leg.loads += 1
                 return True
-            if leg.loads < MAX_LEG_LOADS and not self._c.engine.idle():
-                self._demote_parked(pages.length + self._c.engine.page_size)
+            if leg.loads < MAX_LEG_LOADS and not engine.idle():
+                self._demote_parked(pages.length + engine.page_size + engine.tokens_for_next_decode())
                 return True
         self._tiers.release(sample)
         return False

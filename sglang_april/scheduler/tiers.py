@@ -218,11 +218,16 @@ class Tiers:
     # --- back to the device
 
     def load(self, sample: Sample) -> bool:
-        """Begin to load pages into new slots; False, and nothing changes, if the pool has no room."""
-        pages = sample.kv.pages
+        """Begin to load pages into new slots; False, and nothing changes, if the pool has no room.
+
+        SGLang sets nothing aside for the next chunk of a prompt or for the next decode, and fails without it.
+        """
+        pages, engine = sample.kv.pages, self._c.engine
         assert pages is not None
+        if engine.mid_prefill() or pages.length > engine.tokens_free() - engine.tokens_for_next_decode():
+            return False
         order = self._budget.next_number()
-        if not self._c.engine.load(sample, order):
+        if not engine.load(sample, order):
             return False
         self._c.trace("load", [sample])
         pages.change(KvState.LOADING, transfer=order)
