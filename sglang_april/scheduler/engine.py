@@ -40,10 +40,10 @@ class Engine(Protocol):
     # --- slots and memory
 
     def free_slots(self) -> int:
-        """Free slots of the running batch, minus the rollout requests that already wait for one."""
+        """Free slots of the running batch, minus the samples that were admitted and wait for one."""
 
     def foreign_waiting(self) -> int:
-        """Stock requests in the waiting queue."""
+        """Requests in the waiting queue that no admission has queued: stock ones, and attached ones that arrive."""
 
     def idle(self) -> bool:
         """Nothing runs and nothing waits to be prefilled."""

@@ -62,12 +62,12 @@ class FakeEngine(FakeLoop):
         return self.forwards
 
     def free_slots(self) -> int:
-        queued = sum(r.sample is not None for r in self.waiting)
+        queued = len(self.waiting) - self.foreign_waiting()
         joining = {r.request for r in self.last or ()} | ({self.chunked} if self.chunked else set())
         return self.slots - len(self.running) - len(joining) - queued
 
     def foreign_waiting(self) -> int:
-        return sum(r.sample is None for r in self.waiting)
+        return sum(r.sample is None or r.sample.arriving for r in self.waiting)
 
     def idle(self) -> bool:
         return not self.running and not self.waiting and self.chunked is None

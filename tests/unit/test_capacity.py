@@ -46,6 +46,22 @@ def test_no_next_decode_needs_more_than_its_bound() -> None:
     assert (capacity.tokens_for_next_decode(), capacity.most_for_next_decode()) == (PAGE, 3 * PAGE)
 
 
+def test_an_attached_request_that_arrives_waits_as_a_stock_one() -> None:
+    """Else rounds would get no slot while one always waits."""
+    mine, arriving = SimpleNamespace(arriving=False), SimpleNamespace(arriving=True)
+    queue = [SimpleNamespace(april=sample) for sample in (None, mine, arriving)]
+    scheduler: Any = SimpleNamespace(
+        token_to_kv_pool_allocator=SimpleNamespace(page_size=PAGE),
+        waiting_queue=queue,
+        grammar_manager=SimpleNamespace(grammar_queue=queue),
+        running_batch=SimpleNamespace(reqs=[]),
+        last_batch=None,
+        chunked_req=None,
+        get_num_allocatable_reqs=lambda taken: 8 - taken,
+    )
+    assert (Capacity(scheduler).foreign_waiting(), Capacity(scheduler).free_slots()) == (2, 6)
+
+
 @pytest.mark.parametrize(
     ("ignore_eos", "tree", "output"), [(True, False, 16_000), (False, False, 4_096), (True, True, 4_096)]
 )

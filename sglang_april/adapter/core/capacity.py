@@ -24,7 +24,7 @@ class Capacity:
         s = self._s
         joining = self._last_prefill_reqs()
         taken = len(s.running_batch.reqs) + len(joining) + (s.chunked_req is not None and s.chunked_req not in joining)
-        april_waiting = sum(r.april is not None for r in itertools.chain(s.waiting_queue, self._grammar_queue))
+        april_waiting = sum(not _is_foreign(r) for r in itertools.chain(s.waiting_queue, self._grammar_queue))
         return s.get_num_allocatable_reqs(taken) - april_waiting
 
     def _last_prefill_reqs(self) -> list[Req]:
@@ -35,7 +35,7 @@ class Capacity:
         return last.reqs
 
     def foreign_waiting(self) -> int:
-        return sum(r.april is None for r in self._s.waiting_queue)
+        return sum(map(_is_foreign, self._s.waiting_queue))
 
     def idle(self) -> bool:
         s = self._s
@@ -100,6 +100,11 @@ class Capacity:
     @property
     def _grammar_queue(self) -> list[Req]:
         return self._s.grammar_manager.grammar_queue
+
+
+def _is_foreign(req: Req) -> bool:
+    """Whether no admission has queued the request, so that it shares slots with rounds (`fair-slots`)."""
+    return req.april is None or req.april.arriving
 
 
 def _reserved(req: Req, drawn: int) -> int:
