@@ -1,5 +1,8 @@
 """A leg that waits for the stored KV of an earlier one: what its load may take, and how long it waits."""
 
+import random
+from typing import Any
+
 import pytest
 
 from tests.unit.fake_engine import FakeEngine
@@ -10,10 +13,10 @@ STORED = 40
 """Output tokens of the leg whose KV is on the host."""
 
 
-def stored_leg(**engine: object) -> LegHarness:
+def stored_leg(length: int = STORED, **engine: Any) -> LegHarness:
     """A leg has ended, and its KV is on the host."""
-    w = LegHarness(replicas=1, slots=4, pool=100, **engine)
-    w.leg("run", "a", PROMPT, STORED, "t")
+    w = LegHarness(replicas=1, **{"slots": 4, "pool": 100, **engine})
+    w.leg("run", "a", PROMPT, length, "t")
     while w.ended("a") is None:
         w.step()
     w.step(2)
@@ -49,4 +52,31 @@ def test_a_load_leaves_the_memory_of_the_next_decode(overlap: bool, drawn: int) 
     next_leg(w)
     w.step(60)  # raises where SGLang would abort the request
     assert stock.reason is not None
+    assert w.ended("b") is not None
+
+
+@OVERLAP
+@pytest.mark.parametrize("kind", ["stock", "attached"])
+def test_steady_requests_do_not_starve_a_leg(overlap: bool, kind: str) -> None:
+    """Its KV needs most of the pool, and a request always waits."""
+    w = stored_leg(130, overlap=overlap, slots=16, pool=160, chunk=64)
+    rng = random.Random(0)
+
+    def arrive(name: str) -> None:
+        length = rng.randint(1, 18)
+        if kind == "stock":
+            w.do(lambda e: e.add_foreign_request(name, length - 1, 6, 18))
+        else:
+            w.leg("other", name, [1] * 6, length)
+
+    for i in range(16):
+        arrive(f"first {i}")
+    w.step(5)
+    next_leg(w)
+    for step in range(700):
+        if w.ended("b") is not None:
+            break
+        if not w.engine.waiting:
+            arrive(f"s{step}")
+        w.step()
     assert w.ended("b") is not None
