@@ -75,6 +75,9 @@ class Engine(Protocol):
     def first_waiting_need(self) -> int:
         """Tokens by that estimate of the first waiting request, rollout or stock; 0 without one."""
 
+    def first_waiting_on_kv(self) -> Sample | None:
+        """The sample of that request, if it is prefilled behind KV of its own, which its need does not contain."""
+
     def remaining_estimate(self, sample: Sample) -> int:
         """Tokens that SGLang's budget reserves for the rest of this sample; it may have no request yet."""
 

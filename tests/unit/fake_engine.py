@@ -99,7 +99,11 @@ class FakeEngine(FakeLoop):
 
     def first_waiting_need(self) -> int:
         first = self.waiting[0] if self.waiting else None
-        return first.prompt + len(first.output) + first.rest if first is not None else 0
+        return self.prefill_need(first) if first is not None else 0
+
+    def first_waiting_on_kv(self) -> Sample | None:
+        first = self.waiting[0] if self.waiting else None
+        return first.sample if first is not None and self.prefix_tokens(first) else None
 
     def remaining_estimate(self, sample: Sample) -> int:
         if sample.request is None:

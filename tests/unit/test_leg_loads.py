@@ -1,4 +1,4 @@
-"""A leg that waits for the stored KV of an earlier one: what its load may take, and how long it waits."""
+"""A leg that waits for its prefill on KV of an earlier one: what its load takes, how long it waits, what it keeps."""
 
 import random
 from typing import Any
@@ -80,3 +80,22 @@ def test_steady_requests_do_not_starve_a_leg(overlap: bool, kind: str) -> None:
             arrive(f"s{step}")
         w.step()
     assert w.ended("b") is not None
+
+
+@OVERLAP
+@pytest.mark.parametrize("length", [30, 50], ids=["fits beside another", "fits alone"])
+@pytest.mark.parametrize("host_cap", [0, 1000])
+def test_the_kv_of_the_leg_that_waits_is_not_evicted_for_it(overlap: bool, length: int, host_cap: int) -> None:
+    """SGLang needs room for the tokens behind it only."""
+    w = LegHarness(replicas=1, overlap=overlap, slots=4, pool=100, chunk=64, host_cap=host_cap)
+    w.leg("run", "a", PROMPT, STORED, "t")
+    while w.ended("a") is None:
+        w.step()
+    w.step(2)
+    w.do(lambda e: e.add_foreign_request("s", 19, 30, 20))
+    w.step(2)
+    next_leg(w, length)
+    w.step(120)
+    leg = w.ended("b")
+    assert leg is not None
+    assert leg.prefilled == 2 - overlap

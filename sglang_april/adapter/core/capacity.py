@@ -8,6 +8,7 @@ from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, PrefillAdde
 from sglang.srt.managers.scheduler import Scheduler
 
 from sglang_april.adapter.core.accounting import pool_tokens
+from sglang_april.adapter.core.leg_prefix import leg_prefix, prefix_tokens
 from sglang_april.adapter.core.prompt_pages import reserved_output_tokens
 from sglang_april.adapter.shapes.installed import shape
 from sglang_april.scheduler.state import Sample
@@ -84,10 +85,17 @@ class Capacity:
         if not self._s.waiting_queue:
             return 0
         req, drawn = self._s.waiting_queue[0], len(self._s.waiting_queue[0].output_ids)
+        if (pages := leg_prefix(req, self.page_size)) is not None:
+            rest = req.seqlen - prefix_tokens(pages, req, self.page_size)
+            return int(rest + _reserved(req, drawn) + self.page_size)
         # Without a radix tree, SGLang sets all tokens aside that such a request may still draw.
         whole = req.sampling_params.ignore_eos and getattr(self._s.tree_cache, "disable", True)
         reserved = req.sampling_params.max_new_tokens - drawn if whole else _reserved(req, drawn)
         return int(req.seqlen + reserved + self.page_size)
+
+    def first_waiting_on_kv(self) -> Sample | None:
+        first = self._s.waiting_queue[0] if self._s.waiting_queue else None
+        return first.april if first is not None and leg_prefix(first, self.page_size) is not None else None
 
     def remaining_estimate(self, sample: Sample) -> int:
         req = sample.request
