@@ -13,7 +13,7 @@ from sglang_april.kv.cost_model import why_not_store
 from sglang_april.kv.kv_pages import CopyTier, KvState, Pages, StoredKv
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.eviction import EvictionQueue, copy_cost, eviction_priority, select_victims, stored_in
-from sglang_april.scheduler.state import Sample
+from sglang_april.scheduler.state import Sample, State
 from sglang_april.scheduler.tier_budget import TierBudget
 from sglang_april.scheduler.transfers import IntegrityChecks, Transfers
 
@@ -68,6 +68,8 @@ class Tiers:
             self._c.engine.release(sample)
             if pages.state is not KvState.RELEASED:
                 pages.change(KvState.RELEASED)
+            if sample.state is State.RUNNING:  # a leg in the engine's queue, which is now prefilled as a whole
+                sample.kv.version, sample.kv.quantized = self._c.clock.version, False
         self.drop_prefix(sample)
         self._c.ledger.unpark(sample)
 

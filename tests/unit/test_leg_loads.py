@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from sglang_april.api import messages
 from tests.unit.fake_engine import FakeEngine
 from tests.unit.leg_harness import PROMPT, LegHarness
 
@@ -99,3 +100,32 @@ def test_the_kv_of_the_leg_that_waits_is_not_evicted_for_it(overlap: bool, lengt
     leg = w.ended("b")
     assert leg is not None
     assert leg.prefilled == 2 - overlap
+
+
+@OVERLAP
+def test_a_queued_leg_that_loses_old_kv_runs_on_kv_of_the_current_version(overlap: bool) -> None:
+    """Requests that run take its memory; the leg is prefilled as a whole, and a later suspension must know that."""
+    w = LegHarness(replicas=1, overlap=overlap, slots=4, pool=90, chunk=64, host_cap=0)
+    w.leg("run", "a", PROMPT, STORED, "t")
+    while w.ended("a") is None:
+        w.step()
+    w.step(2)
+    w.push()
+    for name in ("s1", "s2"):
+        w.do(lambda e, name=name: e.add_foreign_request(name, 19, 5, 20))
+    w.step(2)
+    next_leg(w, 32)
+    w.step(2)
+    (queued,) = w.engine.waiting
+    assert queued.sample.kv.pages is not None
+    assert queued.sample.kv.version == 0
+    while len(queued.output) < 5:
+        w.step()
+    assert queued.sample.kv.version == 1
+    w.command(messages.Freeze)  # `recount` compares the version with that of each slot
+    w.command(messages.Thaw)
+    w.step(60)
+    leg = w.ended("b")
+    assert leg is not None
+    assert leg.prefilled > STORED
+    assert [(s.start, s.end, s.version, s.kv) for s in leg.result.spans] == [(0, 32, 1, "fresh")]
