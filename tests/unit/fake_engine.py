@@ -70,7 +70,7 @@ class FakeEngine(FakeLoop):
         return sum(r.sample is None or r.sample.arriving for r in self.waiting)
 
     def idle(self) -> bool:
-        return not self.running and not self.waiting and self.chunked is None
+        return not self.running and not self.last and not self.waiting and self.chunked is None
 
     def row_slots(self) -> int:
         return self.slots - len(self.running)

@@ -63,6 +63,22 @@ def test_an_attached_request_that_arrives_waits_as_a_stock_one() -> None:
     assert (Capacity(scheduler).foreign_waiting(), Capacity(scheduler).free_slots()) == (2, 6)
 
 
+def test_rows_of_the_last_prefill_run() -> None:
+    """They join the running batch at the top of the next step."""
+    running: Any = SimpleNamespace(reqs=[], is_empty=lambda: True)
+    prefill: Any = SimpleNamespace(reqs=[object()], forward_mode=SimpleNamespace(is_extend=lambda: True))
+    scheduler: Any = SimpleNamespace(
+        token_to_kv_pool_allocator=SimpleNamespace(page_size=PAGE),
+        running_batch=running,
+        last_batch=prefill,
+        waiting_queue=[],
+        chunked_req=None,
+    )
+    assert Capacity(scheduler).idle() is False
+    scheduler.last_batch = None
+    assert Capacity(scheduler).idle() is True
+
+
 @pytest.mark.parametrize(
     ("ignore_eos", "tree", "output"), [(True, False, 16_000), (False, False, 4_096), (True, True, 4_096)]
 )

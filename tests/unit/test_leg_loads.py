@@ -129,3 +129,16 @@ def test_a_queued_leg_that_loses_old_kv_runs_on_kv_of_the_current_version(overla
     assert leg is not None
     assert leg.prefilled > STORED
     assert [(s.start, s.end, s.version, s.kv) for s in leg.result.spans] == [(0, 32, 1, "fresh")]
+
+
+@OVERLAP
+def test_a_leg_waits_for_memory_in_the_step_after_a_prefill(overlap: bool) -> None:
+    """The rows of that prefill run, although they are not in the running batch yet."""
+    w = stored_leg(overlap=overlap, chunk=128)
+    w.do(lambda e: e.add_foreign_request("s", 19, 65, 20))
+    w.step()
+    next_leg(w)
+    w.step(60)
+    leg = w.ended("b")
+    assert leg is not None
+    assert leg.prefilled == 2 - overlap

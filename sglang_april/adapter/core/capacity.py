@@ -40,7 +40,8 @@ class Capacity:
 
     def idle(self) -> bool:
         s = self._s
-        return s.running_batch.is_empty() and not s.waiting_queue and s.chunked_req is None
+        runs = self._last_prefill_reqs() or not s.running_batch.is_empty()
+        return not runs and not s.waiting_queue and s.chunked_req is None
 
     def row_slots(self) -> int:
         return self._s.get_num_allocatable_reqs(len(self._s.running_batch.reqs))
