@@ -204,11 +204,12 @@ class Tiers:
             pages.change(KvState.COPYING_OUT_SLOTS_FREED)
 
     def move_all_to_disk(self) -> None:
-        """Copy all KV on the device and the host to the disk, as far as it has room; the highest priority goes first.
+        """Copy KV on the device and the host to the disk, as far as it has room; the highest priority goes first.
 
-        Copies are ordered and not waited for.
+        Copies are ordered and not waited for. A restart finds no KV of attached requests (`recover_kv`).
         """
-        suspended = (s for run in self._c.ledger.runs.values() for s in run.suspended if s.kv.pages is not None)
+        runs = (run for run in self._c.ledger.runs.values() if not run.attached)
+        suspended = (s for run in runs for s in run.suspended if s.kv.pages is not None)
         for sample in sorted(suspended, key=lambda s: (self._c.must_finish(s), eviction_priority(s)), reverse=True):
             self.demote(sample, "disk")
             pages = sample.kv.pages
