@@ -168,7 +168,6 @@ class Controller:
             self.context.ledger.unpark(sample)
         else:
             self.tiers.release(sample)
-            sample.kv.version, sample.kv.quantized = version, False
             sample.open_span(version, "fresh")
 
     def has_work(self) -> bool:

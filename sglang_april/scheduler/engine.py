@@ -40,10 +40,10 @@ class Engine(Protocol):
     # --- slots and memory
 
     def free_slots(self) -> int:
-        """Free slots of the running batch, minus the rollout requests that already wait for one."""
+        """Free slots of the running batch, minus the samples that were admitted and wait for one."""
 
     def foreign_waiting(self) -> int:
-        """Stock requests in the waiting queue."""
+        """Requests in the waiting queue that no admission has queued: stock ones, and attached ones that arrive."""
 
     def idle(self) -> bool:
         """Nothing runs and nothing waits to be prefilled."""
@@ -74,6 +74,9 @@ class Engine(Protocol):
 
     def first_waiting_need(self) -> int:
         """Tokens by that estimate of the first waiting request, rollout or stock; 0 without one."""
+
+    def first_waiting_on_kv(self) -> Sample | None:
+        """The sample of that request, if it is prefilled behind KV of its own, which its need does not contain."""
 
     def remaining_estimate(self, sample: Sample) -> int:
         """Tokens that SGLang's budget reserves for the rest of this sample; it may have no request yet."""

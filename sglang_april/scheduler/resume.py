@@ -11,7 +11,7 @@ from sglang_april.kv.cost_model import Reason, why_not_resume
 from sglang_april.kv.kv_pages import KvState, Pages, Tier
 from sglang_april.scheduler.admission import PrefillBatcher, pick
 from sglang_april.scheduler.context import Context
-from sglang_april.scheduler.join_memory import JoinMemory
+from sglang_april.scheduler.join_memory import OVERTAKEN_STEPS, JoinMemory
 from sglang_april.scheduler.prompts import PromptSharing
 from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.state import Sample, State
@@ -152,9 +152,10 @@ class Resumer:
     def _waits_for_kv(self, sample: Sample) -> bool:
         """Whether a leg without tokens waits for the KV of an earlier leg, on which it is prefilled.
 
-        After two loads, or if nothing else runs that could free memory, it is prefilled as a whole.
+        It is prefilled as a whole after two loads, if nothing else runs that could free memory, or if stock requests
+        have taken that memory for long.
         """
-        pages, leg = sample.kv.pages, sample.group.leg
+        engine, pages, leg = self._c.engine, sample.kv.pages, sample.group.leg
         if pages is None or sample.length or leg is None:
             return False
         if not self._why_recompute(sample, pages):
@@ -166,8 +167,9 @@ class Resumer:
             if leg.loads < MAX_LEG_LOADS and self._tiers.load(sample):
                 leg.loads += 1
                 return True
-            if leg.loads < MAX_LEG_LOADS and not self._c.engine.idle():
-                self._demote_parked(pages.length + self._c.engine.page_size)
+            leg.overtaken += engine.foreign_waiting() > 0
+            if leg.loads < MAX_LEG_LOADS and leg.overtaken < OVERTAKEN_STEPS and not engine.idle():
+                self._demote_parked(pages.length + engine.page_size + engine.tokens_for_next_decode())
                 return True
         self._tiers.release(sample)
         return False

@@ -159,6 +159,11 @@ class Sample:
         return self.group.run.attached
 
     @property
+    def arriving(self) -> bool:
+        """Whether it is an attached request that the engine has queued itself, as one of any client."""
+        return self.attached and self.admitted_round < 0 and not self.length
+
+    @property
     def oldest_version(self) -> int | None:
         """Policy version of the first output token; None without tokens."""
         return self.spans[0].version if self.length else None

@@ -81,8 +81,8 @@ class Suspender:
                 self._suspend_newest()
             self._demote_until(lambda coming: engine.tokens_free() + coming >= HEADROOM_STEPS * need)
         if wanted := engine.first_waiting_need():
-            loading = self._c.reservations.loading
-            self._demote_until(lambda coming: engine.prefill_budget() + coming > wanted, excluding=loading)
+            kept = [s for s in (*self._c.reservations.loading, engine.first_waiting_on_kv()) if s is not None]
+            self._demote_until(lambda coming: engine.prefill_budget() + coming > wanted, excluding=kept)
 
     def _demote_until(self, enough: Callable[[int], bool], excluding: Collection[Sample] = ()) -> None:
         """Order copies in eviction order until `enough` of the tokens that they will free; they are not waited for."""

@@ -13,7 +13,7 @@ from sglang_april.kv.cost_model import why_not_store
 from sglang_april.kv.kv_pages import CopyTier, KvState, Pages, StoredKv
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.eviction import EvictionQueue, copy_cost, eviction_priority, select_victims, stored_in
-from sglang_april.scheduler.state import Sample
+from sglang_april.scheduler.state import Sample, State
 from sglang_april.scheduler.tier_budget import TierBudget
 from sglang_april.scheduler.transfers import IntegrityChecks, Transfers
 
@@ -68,6 +68,8 @@ class Tiers:
             self._c.engine.release(sample)
             if pages.state is not KvState.RELEASED:
                 pages.change(KvState.RELEASED)
+            if sample.state is State.RUNNING:  # a leg in the engine's queue, which is now prefilled as a whole
+                sample.kv.version, sample.kv.quantized = self._c.clock.version, False
         self.drop_prefix(sample)
         self._c.ledger.unpark(sample)
 
@@ -202,11 +204,12 @@ class Tiers:
             pages.change(KvState.COPYING_OUT_SLOTS_FREED)
 
     def move_all_to_disk(self) -> None:
-        """Copy all KV on the device and the host to the disk, as far as it has room; the highest priority goes first.
+        """Copy KV on the device and the host to the disk, as far as it has room; the highest priority goes first.
 
-        Copies are ordered and not waited for.
+        Copies are ordered and not waited for. A restart finds no KV of attached requests (`recover_kv`).
         """
-        suspended = (s for run in self._c.ledger.runs.values() for s in run.suspended if s.kv.pages is not None)
+        runs = (run for run in self._c.ledger.runs.values() if not run.attached)
+        suspended = (s for run in runs for s in run.suspended if s.kv.pages is not None)
         for sample in sorted(suspended, key=lambda s: (self._c.must_finish(s), eviction_priority(s)), reverse=True):
             self.demote(sample, "disk")
             pages = sample.kv.pages
@@ -218,11 +221,16 @@ class Tiers:
     # --- back to the device
 
     def load(self, sample: Sample) -> bool:
-        """Begin to load pages into new slots; False, and nothing changes, if the pool has no room."""
-        pages = sample.kv.pages
+        """Begin to load pages into new slots; False, and nothing changes, if the pool has no room.
+
+        SGLang sets nothing aside for the next chunk of a prompt or for the next decode, and fails without it.
+        """
+        pages, engine = sample.kv.pages, self._c.engine
         assert pages is not None
+        if engine.mid_prefill() or pages.length > engine.tokens_free() - engine.tokens_for_next_decode():
+            return False
         order = self._budget.next_number()
-        if not self._c.engine.load(sample, order):
+        if not engine.load(sample, order):
             return False
         self._c.trace("load", [sample])
         pages.change(KvState.LOADING, transfer=order)

@@ -53,6 +53,8 @@ class Leg:
     """It continues none, although one had ended."""
     loads: int = 0
     """How often the KV of an earlier leg was loaded for it."""
+    overtaken: int = 0
+    """Steps in which that KV found no memory while stock requests waited as well."""
     prefilled: int = 0
     """Tokens computed before its first output token."""
 

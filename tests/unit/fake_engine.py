@@ -62,15 +62,15 @@ class FakeEngine(FakeLoop):
         return self.forwards
 
     def free_slots(self) -> int:
-        queued = sum(r.sample is not None for r in self.waiting)
+        queued = len(self.waiting) - self.foreign_waiting()
         joining = {r.request for r in self.last or ()} | ({self.chunked} if self.chunked else set())
         return self.slots - len(self.running) - len(joining) - queued
 
     def foreign_waiting(self) -> int:
-        return sum(r.sample is None for r in self.waiting)
+        return sum(r.sample is None or r.sample.arriving for r in self.waiting)
 
     def idle(self) -> bool:
-        return not self.running and not self.waiting and self.chunked is None
+        return not self.running and not self.last and not self.waiting and self.chunked is None
 
     def row_slots(self) -> int:
         return self.slots - len(self.running)
@@ -99,7 +99,11 @@ class FakeEngine(FakeLoop):
 
     def first_waiting_need(self) -> int:
         first = self.waiting[0] if self.waiting else None
-        return first.prompt + len(first.output) + first.rest if first is not None else 0
+        return self.prefill_need(first) if first is not None else 0
+
+    def first_waiting_on_kv(self) -> Sample | None:
+        first = self.waiting[0] if self.waiting else None
+        return first.sample if first is not None and self.prefix_tokens(first) else None
 
     def remaining_estimate(self, sample: Sample) -> int:
         if sample.request is None:

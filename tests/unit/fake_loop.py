@@ -86,8 +86,7 @@ class FakeLoop:
         while left > 0 and (self.chunked is not None or (self.waiting and places > 0)):
             request = self.chunked or self.waiting[0]
             if request is not self.chunked:
-                need = request.prompt + len(request.output) + request.rest
-                if need >= budget:
+                if self.prefill_need(request) >= budget:
                     break
                 self.waiting.pop(0)
                 request.slots, request.drawn = self._prefix(request), len(request.output)
@@ -109,7 +108,7 @@ class FakeLoop:
         if sample is None or sample.kv.pages is None or sample.length:
             return []
         pages = sample.kv.pages
-        slots = pages.slots[: request.prompt - 1] if pages.ready else None
+        slots = pages.slots[: self.prefix_tokens(request)] if pages.ready else None
         self.controller.launched(sample, on_kv=slots is not None)
         for position, slot in enumerate(slots or ()):
             _, known, version = self.cells[slot]
@@ -117,6 +116,17 @@ class FakeLoop:
             self.cells[slot] = request.name, position, version
         self.free += pages.slots[len(slots) :] if slots is not None else []
         return slots or []
+
+    @staticmethod
+    def prefix_tokens(request: Request) -> int:
+        """How many of its tokens have KV already."""
+        sample = request.sample
+        pages = sample.kv.pages if sample is not None and not sample.length else None
+        return min(pages.length, request.prompt - 1) if pages is not None and pages.ready else 0
+
+    def prefill_need(self, request: Request) -> int:
+        """Free tokens without which SGLang does not begin the prefill."""
+        return request.prompt + len(request.output) + request.rest - self.prefix_tokens(request)
 
     def _decode(self) -> list[Row] | None:
         self.running = [r for r in self.running if r.reason is None]

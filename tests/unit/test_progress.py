@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_april.api import messages
 from sglang_april.scheduler.reservations import Reservations
-from tests.unit.controller_harness import ControllerHarness
+from tests.unit.controller_harness import ControllerHarness, given_as
+from tests.unit.leg_harness import PROMPT, LegHarness
 
 STEPS = 600
 FOREIGN_STEPS = 300
@@ -116,6 +118,35 @@ def test_steady_stock_requests_do_not_starve_a_partial(
             arrive(f"s{step}")
         w.step()
     raise AssertionError("the partial has not finished")
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
+def test_steady_attached_requests_do_not_starve_a_round(overlap: bool) -> None:
+    """SGLang queues those that arrive itself, and one always waits."""
+    w = LegHarness(replicas=1, overlap=overlap, slots=4, pool=400, chunk=64)
+    arrived = 0
+
+    def arrive() -> None:
+        nonlocal arrived
+        while len(w.engine.waiting) < 3:
+            arrived += 1
+            w.leg("agents", f"r{arrived}", PROMPT, 4 + arrived % 3)
+
+    for _ in range(4):
+        arrive()
+        w.step()
+    given, params = given_as({"p": (5, 1, -6), "q": (5, 1, -6)})
+    spec = messages.RoundSpec("b", "batch", None, "group", "keep", None)
+    w.command(messages.OpenRound, spec=spec, prompts=given, params=params)
+    for _ in range(100):
+        if not w.context.rounds:
+            break
+        arrive()
+        w.step()
+    assert not w.context.rounds, "no sample gets a slot"
+    answered = len(w.answered())
+    w.step(20)
+    assert len(w.answered()) > answered > 0
 
 
 CLAIMS: list[tuple[str, Callable[[int], int | None], int]] = [

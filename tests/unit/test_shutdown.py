@@ -10,9 +10,10 @@ from sglang_april.api import messages
 from sglang_april.api.errors import SHUTDOWN, RequestError
 from sglang_april.http.shutdown import shut_down
 from sglang_april.scheduler import report
-from tests.unit.controller_harness import ControllerHarness, ids, lengths
+from tests.unit.controller_harness import ControllerHarness, given_as, ids, lengths
 from tests.unit.crashing_harness import CrashingHarness
 from tests.unit.http_app import client_of, open_round
+from tests.unit.leg_harness import LegHarness
 from tests.unit.recount import samples_of
 from tests.unit.scripted_engine import ScriptedEngine, prompt, service
 
@@ -84,6 +85,25 @@ def test_a_small_disk_keeps_the_longest(longest: str) -> None:
     after = tiers(w)
     assert after[f"{longest}-long"] == "disk"
     assert after[f"{other}-long"] != "disk"
+
+
+@pytest.mark.parametrize("names", [(), ("t",)], ids=["request", "leg"])
+def test_attached_requests_take_no_room_on_the_disk(names: tuple[str, ...]) -> None:
+    """A restart cannot use their KV, however long they are."""
+    w = LegHarness(disk_cap=40)
+    given, params = given_as({"p": (5, 1, -60)})
+    w.command(
+        messages.OpenRound,
+        spec=messages.RoundSpec("r", "run", None, "group", "keep", None),
+        prompts=given,
+        params=params,
+    )
+    w.leg("agents", "a", [1] * 20, 60, *names)
+    w.step(10)
+    w.command(messages.Shutdown, store=True)
+    w.step(5)
+    tier_of = {s.attached: s.kv.pages.tier for s in w.context.ledger.with_kv() if s.kv.pages is not None}
+    assert tier_of == {False: "disk", True: "device"}
 
 
 def test_a_round_that_is_over_ends_before_the_shutdown() -> None:

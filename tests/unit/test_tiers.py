@@ -43,6 +43,15 @@ class Orders:
     def wait(self, order: int) -> None:
         self.calls.append(("wait", order))
 
+    def mid_prefill(self) -> bool:
+        return False
+
+    def tokens_free(self) -> int:
+        return 1000
+
+    def tokens_for_next_decode(self) -> int:
+        return 0
+
     def wait_for_pool(self) -> None:
         self.calls.append(("wait for pool",))
 

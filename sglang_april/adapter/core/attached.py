@@ -139,7 +139,7 @@ def queue_attached(s: Scheduler, req: Req) -> None:
 def was_accepted(req: Req) -> bool:
     """Whether the request is queued again: the limit of SGLang's queue is for attached requests that arrive."""
     sample = req.april
-    return sample is not None and sample.attached and (sample.admitted_round >= 0 or sample.length > 0)
+    return sample is not None and sample.attached and not sample.arriving
 
 
 def was_refused(req: Req) -> bool:

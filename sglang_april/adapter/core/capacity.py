@@ -8,6 +8,7 @@ from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, PrefillAdde
 from sglang.srt.managers.scheduler import Scheduler
 
 from sglang_april.adapter.core.accounting import pool_tokens
+from sglang_april.adapter.core.leg_prefix import leg_prefix, prefix_tokens
 from sglang_april.adapter.core.prompt_pages import reserved_output_tokens
 from sglang_april.adapter.shapes.installed import shape
 from sglang_april.scheduler.state import Sample
@@ -24,7 +25,7 @@ class Capacity:
         s = self._s
         joining = self._last_prefill_reqs()
         taken = len(s.running_batch.reqs) + len(joining) + (s.chunked_req is not None and s.chunked_req not in joining)
-        april_waiting = sum(r.april is not None for r in itertools.chain(s.waiting_queue, self._grammar_queue))
+        april_waiting = sum(not _is_foreign(r) for r in itertools.chain(s.waiting_queue, self._grammar_queue))
         return s.get_num_allocatable_reqs(taken) - april_waiting
 
     def _last_prefill_reqs(self) -> list[Req]:
@@ -35,11 +36,12 @@ class Capacity:
         return last.reqs
 
     def foreign_waiting(self) -> int:
-        return sum(r.april is None for r in self._s.waiting_queue)
+        return sum(map(_is_foreign, self._s.waiting_queue))
 
     def idle(self) -> bool:
         s = self._s
-        return s.running_batch.is_empty() and not s.waiting_queue and s.chunked_req is None
+        runs = self._last_prefill_reqs() or not s.running_batch.is_empty()
+        return not runs and not s.waiting_queue and s.chunked_req is None
 
     def row_slots(self) -> int:
         return self._s.get_num_allocatable_reqs(len(self._s.running_batch.reqs))
@@ -84,10 +86,17 @@ class Capacity:
         if not self._s.waiting_queue:
             return 0
         req, drawn = self._s.waiting_queue[0], len(self._s.waiting_queue[0].output_ids)
+        if (pages := leg_prefix(req, self.page_size)) is not None:
+            rest = req.seqlen - prefix_tokens(pages, req, self.page_size)
+            return int(rest + _reserved(req, drawn) + self.page_size)
         # Without a radix tree, SGLang sets all tokens aside that such a request may still draw.
         whole = req.sampling_params.ignore_eos and getattr(self._s.tree_cache, "disable", True)
         reserved = req.sampling_params.max_new_tokens - drawn if whole else _reserved(req, drawn)
         return int(req.seqlen + reserved + self.page_size)
+
+    def first_waiting_on_kv(self) -> Sample | None:
+        first = self._s.waiting_queue[0] if self._s.waiting_queue else None
+        return first.april if first is not None and leg_prefix(first, self.page_size) is not None else None
 
     def remaining_estimate(self, sample: Sample) -> int:
         req = sample.request
@@ -100,6 +109,11 @@ class Capacity:
     @property
     def _grammar_queue(self) -> list[Req]:
         return self._s.grammar_manager.grammar_queue
+
+
+def _is_foreign(req: Req) -> bool:
+    """Whether no admission has queued the request, so that it shares slots with rounds (`fair-slots`)."""
+    return req.april is None or req.april.arriving
 
 
 def _reserved(req: Req, drawn: int) -> int:

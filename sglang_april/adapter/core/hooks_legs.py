@@ -12,6 +12,7 @@ from sglang.srt.managers.scheduler import Scheduler
 
 from sglang_april.adapter.core.attached import was_refused
 from sglang_april.adapter.core.hooks_scheduler import Process
+from sglang_april.adapter.core.leg_prefix import leg_prefix, prefix_tokens
 from sglang_april.adapter.core.page_pool import PagePool
 from sglang_april.adapter.shapes.installed import shape
 from sglang_april.kv.kv_pages import Pages
@@ -36,29 +37,19 @@ def _parks(req: Req) -> bool:
 
 def use_kv(_: None, req: Req, *_args: Any, **_kwargs: Any) -> None:
     """AFTER Req.init_next_round_input: the pages of the earlier leg are the prefix."""
-    pages = req.april_prefix = _prefix(req)
-    if pages is None:
+    req.april_prefix = None
+    if req.april is None:
         return
     pool = _page_pool()
-    shape.start_after(req, pages, pool.prefix_tokens(pages, req), pool.tree)
+    pages = req.april_prefix = leg_prefix(req, pool.page_size)
+    if pages is not None:
+        shape.start_after(req, pages, prefix_tokens(pages, req, pool.page_size), pool.tree)
 
 
 def _page_pool() -> PagePool:
     engine = Process.engine
     assert engine is not None
     return engine.pages
-
-
-def _prefix(req: Req) -> Pages | None:
-    """The pages after which a leg without tokens is prefilled; None if it has none in the pool."""
-    sample = req.april
-    if sample is None or sample.length or not sample.attached or shape.has_kv(req):
-        return None
-    pages: Pages | None = sample.kv.pages
-    if pages is None or not pages.ready:
-        return None
-    needs_logprobs = req.return_logprob and 0 <= req.logprob_start_len < _page_pool().prefix_tokens(pages, req)
-    return None if needs_logprobs else pages
 
 
 def add_to_prefill(orig: Callable[..., Any], adder: Any, req: Req, *args: Any, **kwargs: Any) -> Any:

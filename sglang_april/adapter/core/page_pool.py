@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from sglang_april.adapter.core.host_to_device import columns_to_device
+from sglang_april.adapter.core.leg_prefix import prefix_tokens
 from sglang_april.adapter.shapes.installed import shape
 from sglang_april.kv.kv_pages import Pages
 
@@ -32,15 +33,11 @@ class PagePool:
     def round_up(self, tokens: int) -> int:
         return -(-tokens // self.page_size) * self.page_size
 
-    def prefix_tokens(self, pages: Pages, req: Req) -> int:
-        """How many tokens of these pages a prefill begins after: whole pages, and not all tokens of the prompt."""
-        return min(pages.length, len(req.origin_input_ids) - 1) // self.page_size * self.page_size
-
     def hand_over(self, pages: Pages, req: Req) -> None:
         """A request has been given the pages as its prefix, which its prefill has locked as well."""
         if pages.node is not None:
             shape.unlock(self.tree, pages.node)
-        if (used := max(self.prefix_tokens(pages, req), pages.protected)) < pages.length:
+        if (used := max(prefix_tokens(pages, req, self.page_size), pages.protected)) < pages.length:
             self._allocator.free(pages.slots[used:])
 
     def detach(self, req: Req) -> Pages:
