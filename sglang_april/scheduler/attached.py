@@ -15,7 +15,7 @@ import numpy as np
 
 from sglang_april.api import messages
 from sglang_april.api.messages import EndedRequest, FinishedSample
-from sglang_april.api.types import LEGS
+from sglang_april.api.types import LEGS, MAX_RUNS
 from sglang_april.recovery.journal_snapshot import Chunk, SnapshotGroup
 from sglang_april.scheduler.attached_journal import tokens_of
 from sglang_april.scheduler.context import NO_CAP, Context
@@ -255,11 +255,21 @@ class Attached:
         return len(dropped)
 
     def _forget(self, run: TrajectoryRun) -> None:
-        """In a run without rounds, remove the least recently used trajectories, because no caller ends them."""
-        unused = run.unused()
+        """Of runs without rounds, remove the least recently used trajectories and runs: no caller ends them."""
+        self._remove(run, run.unused())
+        runs = self._c.trajectories
+        runs[run.name] = runs.pop(run.name)
+        if len(runs) > MAX_RUNS:
+            idle = [r for r in runs.values() if not r.rounds_opened and not r.legs.groups]
+            for other in idle[: len(runs) - MAX_RUNS]:
+                self._remove(other, list(other.active.values()), other.ended)
+                del runs[other.name]
+
+    def _remove(self, run: TrajectoryRun, unused: list[Trajectory], ended: Iterable[str] = ()) -> None:
+        """Forget trajectories, and also of those with the ids `ended` that they have ended."""
         run.forget(unused)
         self._leave([], unused)
-        self._c.recorder.trajectories_forgotten(run.name, [t.id for t in unused])
+        self._c.recorder.trajectories_forgotten(run.name, list({t.id: None for t in unused} | dict.fromkeys(ended)))
 
     def _release(self, parked: list[Sample]) -> None:
         """Release the KV of ended legs that no leg will continue."""

@@ -46,7 +46,7 @@ class TrajectoryRun:
                 self.active[one.id] = trajectory
         for one in sorted(saved, key=lambda t: t.order):
             if one.outcome:
-                self.ended[one.id] = one.outcome
+                self._remember(one.id, one.outcome)
             if one.state == "done":
                 self.done[self.active[one.id]] = None
             elif one.state == "rejected":
@@ -135,11 +135,14 @@ class TrajectoryRun:
         return trajectory
 
     def _end(self, trajectory: Trajectory, outcome: Outcome, result: bytes = b"") -> None:
-        self.ended[trajectory.id] = outcome
-        if len(self.ended) > MAX_ENDED:
-            self.ended.popitem(last=False)
+        self._remember(trajectory.id, outcome)
         trajectory.order, trajectory.result = self.ends, result
         self.ends += 1
+
+    def _remember(self, name: str, outcome: Outcome) -> None:
+        self.ended[name] = outcome
+        if len(self.ended) > MAX_ENDED:
+            self.ended.popitem(last=False)
 
     def deliver(self, trajectory: Trajectory) -> None:
         """A reply contains it: it leaves."""

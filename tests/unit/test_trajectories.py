@@ -202,29 +202,6 @@ def test_a_push_and_a_pause_suspend_legs_of_a_round(w: LegHarness) -> None:
     assert w.ended("b") is not None
 
 
-def test_trajectories_without_rounds_are_forgotten(w: LegHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sglang_april.scheduler.trajectory_run.MAX_WITHOUT_ROUNDS", 3)
-    for i in range(6):
-        w.leg("run", f"r{i}", PROMPT, 2, f"t{i}")
-        w.step(6)
-    assert list(w.context.trajectories["run"].active) == ["t3", "t4", "t5"]
-    assert [event.ids for event in w.of(messages.TrajectoriesRemoved)] == [["t0"], ["t1"], ["t2"]]
-
-
-def test_done_trajectories_without_rounds_are_forgotten_too(w: LegHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first round of the run counts and delivers those that are left."""
-    monkeypatch.setattr("sglang_april.scheduler.trajectory_run.MAX_WITHOUT_ROUNDS", 2)
-    for i in range(5):
-        w.leg("run", f"r{i}", PROMPT, 2, f"t{i}")
-        w.step(6)
-        w.done("run", f"t{i}")
-    known = w.context.trajectories["run"]
-    assert [t.id for t in known.done] == list(known.active) == ["t3", "t4"]
-    assert w.done("run", "t0").status == 200, "it is still known that it was done"
-    w.open("run", 2)
-    assert w.of(messages.RoundEnded)[0].trajectories == ["t3", "t4"]
-
-
 def test_strict_on_policy_begins_only_groups_that_the_quota_needs(w: LegHarness) -> None:
     w.open("run", 1, quota_unit="group", n=2, max_staleness=0)
     for name in ("g0", "h0", "g1", "h1", "g2"):

@@ -184,6 +184,19 @@ def test_a_dropped_trajectory_does_not_come_back(w: JournalledLegs) -> None:
     assert query_legs(w) == 0
 
 
+def test_a_forgotten_run_does_not_come_back(w: JournalledLegs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do the ids of its trajectories that had ended."""
+    monkeypatch.setattr("sglang_april.scheduler.attached.MAX_RUNS", 1)
+    for name in ("left", "rejected"):
+        w.leg("old", name, PROMPT, 2, name)
+    w.step(6)
+    w.done("old", reject=("rejected",))
+    w.leg("new", "r", PROMPT, 2, "t")
+    w.step(6)
+    w.crash()
+    assert list(w.context.trajectories) == ["new"]
+
+
 def test_damage_costs_an_active_trajectory_its_later_legs_and_a_done_one_itself(w: JournalledLegs) -> None:
     begin(w)
     w.recorder.close()
