@@ -93,6 +93,16 @@ def large_reply(rows: list[Row]) -> tuple[list[Row], Cells]:
     return list(found.values()), cells
 
 
+def round_memory(rows: list[Row]) -> tuple[list[Row], Cells]:
+    """Memory of every process over one large round, and with the same requests on a stock server."""
+    ours, stock = (newest_run([r for r in _of(rows, "round_memory") if r["server"] == of], "time") for of in SERVERS)
+    cells = [["process", "idle, MB", "peak, MB", "stock idle", "stock peak"]]
+    for row in ours:
+        (other,) = (one for one in stock if one["process"] == row["process"])
+        cells.append([row["process"], *(f"{one[name]:,}" for one in (row, other) for name in ("idle_mb", "peak_mb"))])
+    return ours + stock, cells
+
+
 def costs(rows: list[Row]) -> tuple[list[Row], Cells]:
     """Overhead of the plugin and of its journal, and CPU time of its bookkeeping."""
     overhead = newest_run(_of(rows, "overhead"))
@@ -227,11 +237,13 @@ def projected(rows: list[Row]) -> tuple[list[Row], Cells]:
     return used, cells
 
 
+SERVERS = ("april", "stock")
 Table = Callable[[list[Row]], tuple[list[Row], Cells]]
 TABLES: dict[str, Table] = {
     "suspend": suspend,
     "stop_latency": stop_latency,
     "large_reply": large_reply,
+    "round_memory": round_memory,
     "timeline": loop_tables.timeline,
     "timeline_paced": loop_tables.timeline_paced,
     "host_time": loop_tables.host_time,

@@ -98,7 +98,7 @@ def measure(url: str, samples: int, tokens: int, encoding: str, *, stock: bool) 
             "process": role,
             "idle_mb": round(idle[role]),
             "peak_mb": round(most),
-            "body_mb": round(size / MB, 1),
+            "body_mb": round(size / MB, 3),
             "seconds": round(seconds, 1),
         }
         for role, most in sorted(seen.items())
