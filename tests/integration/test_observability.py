@@ -186,7 +186,7 @@ def test_terminal_view(observed: Server) -> None:
 def test_the_picture_in_docs_shows_the_current_page() -> None:
     command = "APRIL_SCREENSHOT=docs/observability/ui.png pytest tests/integration/test_observability.py -k page"
     assert shown_source(FOLDER / "ui.png") == digest(UI), f"with chromium installed: {command}"
-    assert command in README
+    assert command in (FOLDER.parents[1] / "CONTRIBUTING.md").read_text()
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine (Debian package chromium)")
