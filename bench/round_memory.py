@@ -11,6 +11,7 @@ discards what it reads). The scheduler's contains its KV pool, 128 bytes per tok
 
 import argparse
 import contextlib
+import itertools
 import json
 import tempfile
 import threading
@@ -50,13 +51,13 @@ def memory(url: str) -> dict[str, float]:
 
 @contextlib.contextmanager
 def peaks(url: str, tokens: int, every_s: float = 1.0) -> Iterator[dict[str, float]]:
-    """The largest memory of each process while the context lasts; on a terminal, progress every minute."""
+    """The largest memory of each process while the context lasts. Prints progress every minute."""
     seen: dict[str, float] = {}
     done = threading.Event()
 
     def watch() -> None:
         began = time.monotonic()
-        for reading in range(10**9):
+        for reading in itertools.count():
             for role, mb in memory(url).items():
                 seen[role] = max(seen.get(role, 0.0), mb)
             if reading % 60 == 59:
