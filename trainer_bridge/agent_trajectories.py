@@ -215,7 +215,7 @@ class AgentTrajectories:
         return True
 
     def _reject(self, names: list[str]) -> None:
-        """Delete trajectories at the engine, which refuses later requests of theirs, also if it has had none yet."""
+        """Delete trajectories at the engine, which then refuses their requests, even the first one."""
         for name in names:
             try:
                 self._call(lambda name=name: self._client.done(self.run, reject=[name]))  # type: ignore[misc]

@@ -111,8 +111,8 @@ class TrajectoryRun:
     def end(self, name: str, outcome: Outcome, result: bytes = b"") -> Trajectory | None:
         """A trajectory that `check` has passed ends; None if it had ended before.
 
-        An unknown one is rejected before its first request, which may be on its way and is then refused: nobody would
-        end a trajectory that it began.
+        An unknown one is rejected before its first request, which may be on its way: that request is then refused,
+        because no caller would end the trajectory that it began.
 
         `result`: the caller's reward and metadata.
         """
