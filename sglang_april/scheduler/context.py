@@ -129,6 +129,8 @@ class Context:
 
     def needs_tuning(self) -> bool:
         """Whether a round with `concurrency: auto` is open or runs ahead."""
+        if not self.rounds and not self.ahead:  # a generator takes longer than the rest of an idle step
+            return False
         return any(rnd.spec.concurrency == "auto" for rnd in (*self.rounds.values(), *self.ahead.values()))
 
     def apply_tuning(self, observation: messages.Tuned) -> None:

@@ -142,7 +142,8 @@ class Controller:
         self._may_step = c.may_have_work() and c.may_step()
         if not self._may_step:
             c.reservations.release_loading()
-            self.attached.keep_suspended()
+            if c.attached:
+                self.attached.keep_suspended()
         if c.ledger.runs:
             self.suspender.relieve_pressure()
         if self._may_step:

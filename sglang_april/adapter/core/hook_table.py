@@ -97,15 +97,8 @@ HOOKS: tuple[Hook, ...] = (
         "around",
         "hooks_scheduler:resume_or_prefill",
         (_SCHEDULER + "get_new_batch_prefill",),
-        "samples with stored KV join the batch where a prefill could be launched",
+        "samples with stored KV join the batch where a prefill could be launched; legs take over the previous leg's KV",
         "upstream has a batch quota",
-    ),
-    Hook(
-        "after",
-        "hooks_legs:launch",
-        (_SCHEDULER + "get_new_batch_prefill",),
-        "a leg of a trajectory takes over the KV of the previous leg when its prefill is launched",
-        "upstream keeps KV between the turns of an agent over weight updates",
     ),
     Hook(
         "after",

@@ -71,15 +71,6 @@ def prefix_slots(orig: Callable[..., Any], tree: Any, req: Req) -> Any:
     return orig(tree, req) if pages is None else pages.slots[: req.prefix_len]
 
 
-def launch(plan: Any, s: Scheduler, *_args: Any, **_kwargs: Any) -> None:
-    """AFTER Scheduler.get_new_batch_prefill: legs in the prefill take over their pages."""
-    batch = shape.batch_of(plan)
-    for req in batch.reqs if batch is not None else ():
-        sample = req.april
-        if sample is not None and sample.attached and sample.kv.pages is not None and not sample.length:
-            s.april.launched(sample, on_kv=req.april_prefix is sample.kv.pages)
-
-
 def next_chunk(_: None, s: Scheduler, req: Req) -> None:
     """AFTER Scheduler.stash_chunked_request: the radix tree does not get KV of an older version, but the next chunk
     begins behind this one."""

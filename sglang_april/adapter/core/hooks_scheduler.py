@@ -161,9 +161,21 @@ def run_batch(orig: Callable[..., Any], s: Scheduler, *args: Any, **kwargs: Any)
 
 
 def resume_or_prefill(orig: Callable[..., Any], s: Scheduler, *args: Any, **kwargs: Any) -> Any:
-    """AROUND Scheduler.get_new_batch_prefill: stored samples join instead of a prefill."""
+    """AROUND Scheduler.get_new_batch_prefill: stored samples join instead of it; legs in it get their stored KV."""
     shape.enter_prefill(s, *args, **kwargs)
-    return shape.no_prefill(s) if s.april.resume() else shape.prefill(orig, s)
+    if s.april.resume():
+        return shape.no_prefill(s)
+    plan = shape.prefill(orig, s)
+    if (batch := shape.batch_of(plan)) is not None:
+        _launch_legs(s.april, batch)
+    return plan
+
+
+def _launch_legs(controller: Controller, batch: ScheduleBatch) -> None:
+    for req in batch.reqs:
+        sample = req.april
+        if sample is not None and sample.attached and sample.kv.pages is not None and not sample.length:
+            controller.launched(sample, on_kv=req.april_prefix is sample.kv.pages)
 
 
 def sleep_on_idle(orig: Callable[..., Any], s: Scheduler) -> None:
@@ -192,16 +204,19 @@ def _steps(batch: ScheduleBatch) -> Iterator[Progress]:
 def divert_outputs(orig: Callable[..., Any], streamer: Any, reqs: list[Req], *args: Any, **kwargs: Any) -> Any:
     """AROUND SchedulerOutputStreamer.stream_output: outputs of samples are sent in a separate message, and the answers
     to attached requests contain their descriptions."""
-    rest = [req for req in reqs if req.april is None or req.april.group.run.attached]  # all of the batch, in every step
+    ours = [req for req in reqs if req.april is not None]  # all of the batch, in every step
+    if not ours or Process.controller is None:
+        return orig(streamer, reqs, *args, **kwargs)
+    rest = [req for req in reqs if req.april is None or req.april.group.run.attached]
     ended: list[Req] = []
-    for req in [req for req in reqs if req.finished_reason is not None and req.april is not None]:
+    for req in [req for req in ours if req.finished_reason is not None]:
         if not req.april.group.run.attached:
             req.finished_output = True
         elif not req.finished_output:
             ended.append(req)
     if not rest:
         return None
-    if not ended or Process.controller is None:
+    if not ended:
         return orig(streamer, rest, *args, **kwargs)
     with described(Process.controller.attached, ended):
         return orig(streamer, rest, *args, **kwargs)
