@@ -4,16 +4,13 @@ Every rank has one inbox. Between machines it is an open TCP port, so every mess
 launch: what another program sends, repeats or damages is dropped and logged, and never ends the thread that reads.
 """
 
-import contextlib
 import hashlib
 import hmac
 import logging
 import os
-import shutil
-import tempfile
+import secrets
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -68,6 +65,7 @@ class Inbox:
         self._rank = rank
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_BUFFERED_BYTES)
+        self._socket.setsockopt(zmq.IPV6, 1)
         self.address = self._bind(host)
         self._newest: dict[int, int] = {}
         self._dropped, self._logged_at = 0, float("-inf")
@@ -111,11 +109,11 @@ class Inbox:
     def _bind(self, host: str | None) -> str:
         socket: Any = self._socket
         if host is not None:
-            return f"tcp://{host}:{socket.bind_to_random_port(f'tcp://{host}')}"
-        folder = tempfile.mkdtemp(prefix="april-")
-        weakref.finalize(socket, _remove, folder)
-        socket.bind(f"ipc://{folder}/reports")
-        return f"ipc://{folder}/reports"
+            address = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
+            return f"{address}:{socket.bind_to_random_port(address)}"
+        address = f"ipc://@april-{secrets.token_hex(16)}"  # Linux's abstract namespace: no file remains after a kill
+        socket.bind(address)
+        return address
 
 
 class Sender:
@@ -125,6 +123,7 @@ class Sender:
         self._rank, self._receiver, self._secret, self._number = rank, receiver, secret, -1
         self._lock = threading.Lock()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.IPV6, 1)
         self._socket.setsockopt(zmq.LINGER, 0)  # a process that ends does not wait for a rank that has ended
         self._socket.connect(address)
 
@@ -141,8 +140,3 @@ def new_secret() -> bytes:
 
 def _mac(secret: bytes, content: bytes) -> bytes:
     return hashlib.blake2b(content, key=secret, digest_size=MAC_BYTES).digest()
-
-
-def _remove(folder: str) -> None:
-    with contextlib.suppress(OSError):
-        shutil.rmtree(folder)

@@ -36,6 +36,7 @@ MAGIC = b"APRILKV1"
 SUFFIX = ".kv"
 _PARTIAL = ".part"
 _FILE_NAME = re.compile(r"[0-9a-f]{32}\.r(?P<rank>\d+)\.(kv|part)")
+_IN_USE = "the disk tier's directory {} is in use by another server"
 _VERIFY_BYTES = 8 << 20
 """Bytes read at a time while a file is verified."""
 
@@ -103,7 +104,7 @@ class DiskTier:
             self._lock = os.open(folder / f"lock.r{rank}", os.O_RDWR | os.O_CREAT)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise DiskError(f"the disk tier's directory {folder} is in use by another server") from None
+            raise DiskError(_IN_USE.format(folder)) from None
         except OSError as error:
             raise DiskError(f"the disk tier's directory {folder} cannot be used: {error.strerror}") from error
 
@@ -203,7 +204,8 @@ class DiskTier:
     def begin(self, epoch: str, keep: Iterable[Key] = ()) -> int:
         """Remove this rank's files of samples not in `keep` and incomplete files, then record the new epoch.
 
-        Files of ranks that an earlier server had, and this one has not, are removed by any rank.
+        Files of ranks that an earlier server had, and this one has not, are removed by any rank, unless a server on
+        several machines still runs such a rank here.
         A crash in the middle leaves the previous epoch recorded. The folder is synced before the new epoch is written,
         so no removed file reappears under it after a loss of power.
 
@@ -211,7 +213,7 @@ class DiskTier:
             How many files were removed.
 
         Raises:
-            DiskError: a file cannot be removed, or the epoch cannot be written.
+            DiskError: a file cannot be removed, belongs to another server, or the epoch cannot be written.
         """
         kept = {self._path(key).name for key in keep}
         stale = [
@@ -222,6 +224,7 @@ class DiskTier:
             and path.name not in kept
         ]
         try:
+            self._refuse_ranks_in_use()
             for path in stale:
                 path.unlink(missing_ok=True)
             sync_folder(self._folder)
@@ -231,6 +234,19 @@ class DiskTier:
         except OSError as error:
             raise DiskError(f"the disk tier's directory {self._folder} cannot be used: {error.strerror}") from error
         return len(stale)
+
+    def _refuse_ranks_in_use(self) -> None:
+        """Ranks beyond this server's may be those of one on several machines, whose rank 0 is elsewhere."""
+        for path in self._folder.glob("lock.r*"):
+            if not path.suffix[2:].isdecimal() or int(path.suffix[2:]) < self._ranks:
+                continue
+            lock = os.open(path, os.O_RDWR)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise DiskError(_IN_USE.format(self._folder)) from None
+            finally:
+                os.close(lock)
 
     # --- bytes
 

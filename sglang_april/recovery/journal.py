@@ -23,7 +23,7 @@ from typing import Any
 
 from sglang_april.recovery.journal_snapshot import JournalSnapshot, read_snapshot
 from sglang_april.recovery.model_identity import ModelIdentity
-from sglang_april.recovery.schema import SCHEMA, TABLES, Op
+from sglang_april.recovery.schema import SCHEMA, TABLES, Op, reply_deleted
 from sglang_april.recovery.sealed import CorruptRecordError, seal, unseal
 
 log = logging.getLogger("sglang_april")
@@ -125,7 +125,9 @@ class Journal:
                     f"the journal {self.path} belongs to another model: {difference}; "
                     "start with that model, or with another journal"
                 )
-            self._db.execute("INSERT OR REPLACE INTO meta VALUES('model', ?)", (seal(model, "model"),))
+            sealed = seal(model, "model")
+            if row is None or row[0] != sealed:  # a full disk must not end a restart
+                self._db.execute("INSERT OR REPLACE INTO meta VALUES('model', ?)", (sealed,))
         except sqlite3.Error as error:
             raise JournalError(f"the journal {self.path} cannot be used: {error}") from error
 
@@ -144,6 +146,8 @@ class Journal:
             self._db.execute("BEGIN IMMEDIATE")
             for statement, row in saved.repairs:
                 self._db.execute(statement, row)
+            for round_id in saved.lost_replies:
+                reply_deleted(round_id)(self._db)
             self._db.execute("COMMIT")
         except (sqlite3.Error, ValueError, TypeError) as error:
             raise JournalError(f"the journal {self.path} cannot be read: {error}") from error
@@ -215,11 +219,14 @@ class Journal:
         return ""
 
     def _take(self) -> list[list[Op] | None]:
-        """All queued batches. Waits for the first one, or only `RETRY_S` if a failed transaction must be retried."""
-        try:
-            batches = [self._queue.get(timeout=RETRY_S if self.error else None)]
-        except queue.Empty:
-            return []
+        """All queued batches. Waits for the first one, or for `RETRY_S` if a failed transaction must be retried."""
+        batches: list[list[Op] | None] = []
+        retry_at = time.monotonic() + RETRY_S
+        while self.error and None not in batches and (left := retry_at - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                batches.append(self._queue.get(timeout=left))
+        if not self.error:
+            batches.append(self._queue.get())
         while not self._queue.empty():
             batches.append(self._queue.get())
         return batches

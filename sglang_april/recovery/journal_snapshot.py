@@ -106,6 +106,10 @@ class JournalSnapshot(msgspec.Struct):
     """Name of the epoch that begins."""
     corrupt: int = 0
     """Number of damaged records; their tokens are generated again."""
+    version_damaged: bool = False
+    """The record of the policy version is damaged: `version` is the newest one in any other record."""
+    lost_replies: list[str] = []
+    """Ids of rounds whose kept reply has a damaged record: nobody can tell whether the caller has received it."""
     lost: int = 0
     """Number of groups among them whose prompt or parameters are damaged: they are never delivered."""
     forgotten: int = 0
@@ -150,6 +154,7 @@ def _version(saved: JournalSnapshot, record: Any) -> int:
         return unseal(record, int, "version")
     except CorruptRecordError:
         saved.corrupt += 1
+        saved.version_damaged = True
     samples = [s for g in saved.groups for s in g.samples]
     legs = [leg.result for t in saved.trajectories for leg in t.legs]
     spans = [span for leg in legs for span in leg.spans]
@@ -262,7 +267,10 @@ def _read_rounds(db: sqlite3.Connection, saved: JournalSnapshot, delivered: Deli
         except CorruptRecordError:
             saved.corrupt += 1
             saved.gone.append(round_id)
-            saved.repairs.append(("UPDATE rounds SET spec=x'', ended=x'' WHERE round_id=?", (round_id,)))
+            if ended_blob is None:
+                saved.repairs.append(("UPDATE rounds SET spec=x'', ended=x'' WHERE round_id=?", (round_id,)))
+            else:
+                saved.lost_replies.append(round_id)
 
 
 def _reply(db: sqlite3.Connection, saved: JournalSnapshot, spec: RoundSpec, ended: RoundEnded) -> KeptReply:
@@ -300,9 +308,12 @@ def restored_event(saved: JournalSnapshot, *, unnamed: bool) -> Restored:
     """The journal's content for the HTTP process; `unnamed`: no round is admitted until the version is named."""
     warnings = []
     if saved.corrupt:
-        warnings.append(f"{saved.corrupt} journal records were damaged; their tokens are generated again")
+        warnings.append(f"{saved.corrupt} journal records were damaged; their undelivered tokens are generated again")
     if saved.lost:
         warnings[0] += f", but {saved.lost} of them were groups, which are lost: submit their prompts again"
+    if saved.lost_replies:
+        ids = ", ".join(saved.lost_replies)
+        warnings.append(f"kept replies with a damaged record are lost: {ids}; submit their prompts again")
     if saved.forgotten:
         warnings.append(f"unfinished attached requests forgotten, the oldest beyond {MAX_KEPT}: {saved.forgotten}")
     done = sorted((row for g in saved.groups for row in _finished(g)), key=lambda row: row[0])

@@ -25,14 +25,16 @@ FindKv = Callable[[Sequence[tuple[Sample, StoredKv]]], Sequence[Outcome]]
 RESTARTED = "the server was restarted during this round; its statistics begin at the restart"
 
 
-def starting_version(given: int | None, saved: int) -> tuple[int, bool]:
+def starting_version(given: int | None, saved: int, *, damaged: bool = False) -> tuple[int, bool]:
     """The policy version to start with, and whether the caller must name it before any sample may step.
+
+    `damaged`: the journal's record of its version is, so that `saved` may be too low.
 
     Raises:
         ValueError: the given version is older than the journal's.
     """
     if given is None:
-        return saved, saved > 0
+        return saved, damaged or saved > 0
     if given < saved:
         raise ValueError(f"--april-version {given} is below {saved}, the policy version of the journal")
     return given, False

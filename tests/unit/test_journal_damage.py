@@ -9,6 +9,7 @@ import pytest
 from sglang_april.recovery import schema
 from sglang_april.recovery.journal import JournalError
 from sglang_april.recovery.journal_snapshot import restored_event
+from sglang_april.scheduler.restore import starting_version
 from tests.unit.journal_fixtures import accept, chunk, ended, finish_both, ids, query, read, request, sample, written
 
 
@@ -54,6 +55,23 @@ def test_damaged_reply_is_reported_as_gone(tmp_path: Path) -> None:
     flipped(path, "finished", "idx=1")
     saved = read(path)
     assert (saved.replies, saved.gone, saved.corrupt) == ([], ["a"], 1)
+    assert restored_event(saved, unnamed=False).warnings == [
+        "1 journal records were damaged; their undelivered tokens are generated again",
+        "kept replies with a damaged record are lost: a; submit their prompts again",
+    ]
+    assert not read(path).lost_replies
+    left = [query(path, f"SELECT * FROM {table}") for table in ("groups", "chunks", "finished", "admitted")]
+    assert not any(left), "nothing else would ever delete what belongs to a lost reply"
+
+
+def test_a_damaged_version_must_be_named(tmp_path: Path) -> None:
+    """Without any other record that has a version, the journal's may have been any."""
+    path = written(tmp_path / "j", schema.version(12), accept(0, request("a", "p")))
+    query(path, "UPDATE meta SET value=x'00112233' WHERE key='version'")
+    saved = read(path)
+    assert (saved.version, saved.version_damaged) == (0, True)
+    assert starting_version(None, saved.version, damaged=saved.version_damaged) == (0, True)
+    assert starting_version(12, saved.version, damaged=saved.version_damaged) == (12, False)
 
 
 def test_damaged_round_or_prompt_loses_only_itself(tmp_path: Path) -> None:

@@ -1,14 +1,17 @@
 """Which events wait for the journal, and what happens while the disk is full."""
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from sglang_april.api import messages
-from sglang_april.recovery.journal import Journal
+from sglang_april.recovery.journal import Journal, JournalError
+from sglang_april.recovery.model_identity import ModelIdentity
 from sglang_april.recovery.outbox import Outbox
 from sglang_april.recovery.schema import Op
 from sglang_april.scheduler.recorder import Recorder
@@ -78,15 +81,48 @@ class SmallDisk(Journal):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.has_space = threading.Event()
+        self.attempts = 0
         self._limit(self._db.execute("PRAGMA page_count").fetchone()[0])
 
     def _limit(self, pages: int) -> None:
         self._db.execute(f"PRAGMA max_page_count={pages}")
 
     def _transaction(self, ops: list[Op]) -> str:
+        self.attempts += 1
         if self.has_space.is_set():
             self._limit(1_000_000)
         return super()._transaction(ops)
+
+
+def test_a_full_disk_is_tried_twice_a_second_however_many_batches_arrive(tmp_path: Path) -> None:
+    """Every attempt repeats all records that wait, on a core that the scheduler needs."""
+    journal = SmallDisk(tmp_path / "j")
+    journal.start()
+    full: Op = lambda db: db.execute("INSERT INTO chunks VALUES(0,0,0,zeroblob(100000))")  # noqa: E731
+    journal.put([full])
+    while not journal.error:
+        time.sleep(0.001)
+    tried = journal.attempts
+    for _ in range(200):
+        journal.put([full])
+        time.sleep(0.0005)
+    assert journal.attempts <= tried + 1
+    journal.has_space.set()
+    journal.close()
+    assert journal.state()["waiting"] == 0
+
+
+def test_a_restart_on_a_full_disk_recognizes_its_model(tmp_path: Path) -> None:
+    model = ModelIdentity("model", {"dtype": "bfloat16"})
+    journal = Journal(tmp_path / "j")
+    journal.claim(model)
+    journal.close()
+    again = SmallDisk(tmp_path / "j")
+    again._db.execute("PRAGMA query_only=1")  # any write fails, as on a full disk
+    again.claim(model)
+    with pytest.raises(JournalError, match="cannot be used"):
+        again.claim(ModelIdentity("elsewhere", model.properties))
+    again.close()
 
 
 def test_full_disk_holds_back_only_events_with_records(tmp_path: Path) -> None:

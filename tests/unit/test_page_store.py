@@ -206,6 +206,20 @@ def test_a_start_with_fewer_ranks_removes_the_files_of_the_others(tmp_path: Path
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".kv") == ["notes.r1.kv"]
 
 
+def test_a_rank_of_a_server_on_two_machines_keeps_its_files(tmp_path: Path) -> None:
+    """Its rank 0 is on the other machine, so that the lock of rank 0 is free here."""
+    pages = [(torch.zeros(1, 8, dtype=torch.int32), None)]
+    second = DiskTier(tmp_path, 1, "layout", PAGE, 8, ranks=2)
+    second.save(KEY, PAGE, 0, pages)
+    other = DiskTier(tmp_path, 0, "layout", PAGE, 8)
+    with pytest.raises(DiskError, match="in use by another server"):
+        other.begin("next")
+    assert second._path(KEY).exists()
+    second.close()
+    assert other.begin("next") == 1
+    other.close()
+
+
 @pytest.mark.parametrize("fault", ["none", "bit", "short", "empty", "header", "model", "missing", "older", "version"])
 def test_restart_finds_matching_kv_or_reports_why_not(tmp_path: Path, fault: str) -> None:
     """A file is used only if it is intact and holds the journal's tokens; others are removed (`verified-pages`)."""

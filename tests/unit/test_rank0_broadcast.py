@@ -5,6 +5,7 @@ Between machines the ranks' inboxes are TCP ports: what other programs send ther
 
 import contextlib
 import logging
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -179,6 +180,28 @@ def test_a_message_is_accepted_once_and_by_its_receiver_alone() -> None:
         with pytest.raises(BadMessageError, match=reason):
             inbox_._open(secret, data)
     assert inbox._open(secret, second).body == Copied(6, "")
+
+
+@pytest.mark.usefixtures("own_context")
+@pytest.mark.parametrize("host", [None, "::1", "127.0.0.1"])
+def test_an_inbox_of_one_machine_leaves_no_file_and_others_have_either_kind_of_address(host: str | None) -> None:
+    """A killed server runs no clean-up, and the path of a socket has at most 107 characters."""
+    if host == "::1" and not _has_ipv6():
+        pytest.skip("this machine has no IPv6")
+    secret = rank_channel.new_secret()
+    inbox = Inbox(0, host)
+    assert inbox.address.startswith("ipc://@" if host is None else "tcp://")
+    Sender(1, 0, inbox.address, secret).send(Copied(5, ""))
+    assert inbox._open(secret, inbox._socket.recv()).body == Copied(5, "")
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
 
 
 @given(data=st.binary(max_size=100), sealed=st.booleans())

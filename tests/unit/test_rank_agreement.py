@@ -1,5 +1,7 @@
 """At the start, ranks agree on settings, code and budgets, or all end with one sentence that names what differs."""
 
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +9,7 @@ import pytest
 import torch
 
 from sglang_april.adapter import versions
-from sglang_april.adapter.core import arguments, rank_agreement
+from sglang_april.adapter.core import arguments, hooks_args, rank_agreement
 from sglang_april.adapter.core.build_store import TierBudgets
 from sglang_april.config import FLAGS, AprilConfig
 
@@ -111,3 +113,27 @@ def test_every_reviewed_argument_is_compared_or_may_differ() -> None:
     assert {reviewed[name] for name in left - rank_agreement.OF_RANK} == set(rank_agreement.UNCOMPARED)
     assert reviewed.keys() >= rank_agreement.OF_RANK
     assert {"page_size", "torchao_config", "constrained_json_whitespace_pattern"} <= set(rank_agreement.ARGUMENTS)
+
+
+def test_variables_that_tune_the_scheduling_are_compared() -> None:
+    """Ranks that skip different polls for requests wait in different collectives."""
+    from sglang.srt.environ import envs
+
+    tuning = {name for name in vars(type(envs)) if name.startswith("SGLANG_SCHEDULER_RECV_SKIPPER_")}
+    assert tuning
+    assert tuning <= set(rank_agreement.ENVIRONMENT)
+
+
+@pytest.mark.parametrize("node_rank", [0, 1])
+def test_only_the_first_machine_needs_the_journal_s_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node_rank: int
+) -> None:
+    settings = AprilConfig(journal=tmp_path / "missing" / "journal")
+    monkeypatch.setattr(hooks_args.config, "load", lambda: settings)
+    for check in ("find", "find_in_model", "find_pace"):
+        monkeypatch.setattr(hooks_args.refusals, check, lambda _: None)
+    hooks_args._probe_journal.cache_clear()
+    refused = pytest.raises(SystemExit, match="its folder does not exist") if node_rank == 0 else nullcontext()
+    with refused:
+        hooks_args.refuse_resolved(SimpleNamespace(model_path="model", node_rank=node_rank))
+    hooks_args._probe_journal.cache_clear()

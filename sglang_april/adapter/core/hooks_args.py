@@ -43,7 +43,8 @@ def refuse_resolved(server_args: Any) -> None:
         hooking.disable()
         return
     stop_if(refusals.find(server_args) or refusals.find_in_model(server_args) or refusals.find_pace(server_args))
-    _probe_journal()
+    if not server_args.node_rank:  # the journal is on the first machine
+        _probe_journal()
 
 
 def _other_model(server_args: Any) -> bool:

@@ -49,7 +49,7 @@ def restart(s: Scheduler, controller: Controller, config: AprilConfig, disk: Dis
             journal.claim(_identity(s))
         saved = _on_all_ranks(s, journal.load() if journal is not None else None)
         _check_params(saved)
-        version, unnamed = starting_version(config.version, saved.version)
+        version, unnamed = starting_version(config.version, saved.version, damaged=saved.version_damaged)
         _start_at(controller, version, unnamed=unnamed)
         _take_over(s, controller, saved, disk)
     except (JournalError, DiskError, ValueError) as error:
@@ -58,7 +58,8 @@ def restart(s: Scheduler, controller: Controller, config: AprilConfig, disk: Dis
         controller.context.engine.send(restored_event(saved, unnamed=unnamed))
         engine = controller.context.engine
         recorder = controller.context.recorder = Recorder(engine, journal, config.journal_interval, saved.attached)
-        recorder.version(version)
+        if not (unnamed and saved.version_damaged):  # the next start must not take a guess for the record
+            recorder.version(version)
         recorder.epoch(saved.next_epoch)
         recorder.commit()
         _log(config, saved, version)
