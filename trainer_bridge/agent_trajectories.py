@@ -69,7 +69,6 @@ class AgentTrajectories:
         self._attempt = uuid.uuid4().hex[:6]
         """Part of the names, so that no name of an earlier process or a lost engine recurs."""
         self._failures_in_a_row = 0
-        self.failed = 0
         """Trajectories that failed so far."""
 
     @property
@@ -152,7 +151,6 @@ class AgentTrajectories:
 
     def _failed(self, group: PromptTrajectories, index: int, name: str, problem: str) -> None:
         """Repeat a trajectory that failed, or give its group up."""
-        self.failed += 1
         self._failures_in_a_row += 1
         if self._failures_in_a_row == FAILURES_IN_A_ROW:
             raise RunError(f"{FAILURES_IN_A_ROW} trajectories in a row failed, the last one: {problem}")

@@ -233,7 +233,7 @@ class SharedRound:
     # End of the round
 
     def _merge(self, summaries: list[RolloutSummary]) -> RolloutSummary:
-        order = list(self._engine_of)
+        rank = {prompt_id: place for place, prompt_id in enumerate(self._engine_of)}
         delivered = [group for summary in summaries for group in summary.delivered]
         groups = [group for summary in summaries for group in summary.groups]
         met = self._quota is not None and sum(self._accepted) >= self._quota
@@ -242,10 +242,10 @@ class SharedRound:
             summaries[0].run,
             max(summary.policy_version for summary in summaries),  # a push may come between the ends at two engines
             "quota" if met else "exhausted",
-            sorted(delivered, key=lambda group: order.index(group["id"])),
+            sorted(delivered, key=lambda group: rank[group["id"]]),
             sum_fields([summary.carried for summary in summaries]),
             merge_stats([summary.stats for summary in summaries]),
-            sorted(groups, key=lambda group: order.index(group.id)),
+            sorted(groups, key=lambda group: rank[group.id]),
         )
 
 

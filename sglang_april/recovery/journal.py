@@ -2,8 +2,8 @@
 
 SQLite in WAL mode, one writer thread; batches that arrive while one transaction is written form the next. With
 `synchronous=NORMAL` a committed transaction survives the death of the process; with FULL, loss of power too (SQLite
-documentation, "PRAGMA synchronous"). Every record carries a CRC-32: a damaged one is counted and never used,
-and the tokens from it on are generated again.
+documentation, "PRAGMA synchronous"). Every record with content carries a CRC-32: a damaged one is counted and never
+used, and the tokens from it on are generated again.
 
 While the disk is full or fails, all records wait and are tried again. A record that can never be written is left out,
 and fails the event that waits for its batch.

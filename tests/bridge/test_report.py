@@ -1,6 +1,5 @@
 """Rows of a run: repeated steps replace their rows, incomplete lines are ignored, and the report shows all rows."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +114,3 @@ def test_report_of_an_empty_step(progress: RunProgress, tmp_path: Path) -> None:
 def test_report_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 2
     assert "no steps.jsonl" in capsys.readouterr().err
-
-
-def test_rows_are_json(progress: RunProgress, tmp_path: Path) -> None:
-    progress.step(row(1))
-    assert json.loads((tmp_path / "steps.jsonl").read_text())["step"] == 1

@@ -64,6 +64,7 @@ def test_concurrency_auto_is_measured_and_broadcast(server: Server, run: str) ->
     assert len(reply["finished"]) == 60
     tuned, stats = server.state()["tuned"], reply["stats"]
     assert 1 <= min(tuned["concurrency"], stats["concurrency"]) <= max(tuned["concurrency"], stats["concurrency"]) <= 48
+    assert stats["step_ms"]
     assert all(1 <= batch <= 48 and ms > 0 for batch, ms in stats["step_ms"])
     assert server.rollout(run=run, prompts=[prompt("one", 3)], quota=1)["stats"]["concurrency"] is None
 

@@ -91,7 +91,10 @@ def test_other_samples_in_the_batch_only_add_stock_noise(
     body = {"run": run, "sampling_params": SAMPLING[sampling]}
     groups = each_loop.rollout(prompts=workload(), quota=2, tier="device", **body)["finished"]
     for i, tier in enumerate(["host", "none", "disk", "device"]):
-        groups += each_loop.rollout(prompts=[prompt(f"new-{i}", 30, n=5)], quota=1, tier=tier, **body)["finished"]
+        reply = each_loop.rollout(prompts=[prompt(f"new-{i}", 30, n=5)], quota=1, tier=tier, **body)
+        assert reply["stats"]["resumed_recomputed" if i == 2 else "resumed_kept"] > 0, f"before {tier}"
+        assert reply["stats"]["kv_lost"] == 0
+        groups += reply["finished"]
     groups += each_loop.drain(run)
     samples = {key: sample for key, sample in by_key(groups).items() if not key[0].startswith("new")}
     assert_near(samples, wanted, stock_noise(each_loop), seeded=sampling == "seeded")

@@ -23,9 +23,9 @@ class FakeLoop:
         self.slots, self.pool, self.chunk, self.overlap, self.queue_limit = slots, pool, chunk, overlap, queue_limit
         self.version = self.epoch = 0
         self.cells: list[tuple[str, int, int] | None] = [None] * pool
+        """Per KV slot: the request of its token, the position, and the version that wrote it."""
         self.lossy: set[int] = set()
         """Slots whose KV was restored from int8 pages."""
-        """Per KV slot: the request of its token, the position, and the version that wrote it."""
         self.free = list(range(pool))
         self.waiting: list[Request] = []
         self.running: list[Request] = []

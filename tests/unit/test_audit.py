@@ -184,6 +184,7 @@ def test_off_by_default_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
         await asyncio.sleep(0.01)
         assert scene.engine.commands == []
         assert scene.engine.rescored == []
+        assert (scene.audit._eligible, scene.audit._worker) == (0, None)
 
     run(scenario())
 

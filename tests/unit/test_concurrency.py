@@ -3,10 +3,13 @@
 import math
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 
+from sglang_april.adapter.core.step_times import StepTimes
 from sglang_april.api import messages
 from sglang_april.scheduler.concurrency import FORGET_STEPS, ConcurrencyTuner
 from sglang_april.scheduler.state import State
@@ -52,6 +55,18 @@ def test_the_limit_settles_where_more_samples_stop_paying_off(
         limits = run(ConcurrencyTuner(256), curve, TUNING_STEPS * 40, noise, seed)
         settled = limits[20:]
         assert sum(least <= limit <= most for limit in settled) >= 0.9 * len(settled), limits
+
+
+def test_the_reported_curve_includes_the_steps_that_the_limit_is_based_on() -> None:
+    sent: list[messages.Tuned] = []
+    context: Any = SimpleNamespace(needs_tuning=lambda: True)
+    batch: Any = SimpleNamespace(reqs=[None] * 48, forward_mode=SimpleNamespace(is_decode=lambda: True))
+    times = StepTimes(SimpleNamespace(send=sent.append), 48)  # type: ignore[arg-type]
+    for _ in range(TUNING_STEPS + 1):
+        times.boundary(context)
+        times.launched(batch)
+    (tuned,) = sent
+    assert [rows for rows, _ in tuned.step_ms] == [48.0]
 
 
 def test_a_smaller_batch_is_tried_once() -> None:
@@ -190,7 +205,7 @@ def test_the_limit_holds_for_later_rounds_with_auto_only(harness: Build) -> None
 
 
 def test_the_limit_applies_to_running_ahead(harness: Build) -> None:
-    """`after_quota: continue`: the fact comes while no round is open."""
+    """`after_quota: continue`: the observation comes while no round is open."""
     w = harness(slots=8)
     w.open("run", many(50, 9), quota=1, ahead=40, concurrency="auto", after_quota="continue")
     w.reply()
@@ -209,9 +224,9 @@ def test_state_reports_the_tuned_limit(harness: Build) -> None:
     assert reported == [None, {"concurrency": 4, "step_ms": [(4.0, 2.5)]}]
 
 
-def test_the_limit_is_broadcast_as_a_fact() -> None:
-    fact = messages.Tuned(3, [(2.5, 1.25)])
-    reported = messages.decode_message(messages.encode(fact))
+def test_the_limit_is_broadcast_as_an_observation() -> None:
+    tuned = messages.Tuned(3, [(2.5, 1.25)])
+    reported = messages.decode_message(messages.encode(tuned))
     assert isinstance(reported, messages.Observation)
-    assert reported == fact
-    assert msgspec.msgpack.decode(messages.encode(fact))["concurrency"] == 3
+    assert reported == tuned
+    assert msgspec.msgpack.decode(messages.encode(tuned))["concurrency"] == 3

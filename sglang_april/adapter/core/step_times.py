@@ -32,10 +32,9 @@ class StepTimes:
         self._tuner.note(self._rows, self._began - before)
         self._steps += 1
         if self._steps % TUNE_INTERVAL == 0:
+            limit = self._tuner.tune()  # it adds the newest steps to the curve
             curve = self._tuner.curve().values()
-            self._broadcast.send(
-                messages.Tuned(self._tuner.tune(), [(round(n, 1), 1e3 * seconds) for n, seconds in curve])
-            )
+            self._broadcast.send(messages.Tuned(limit, [(round(n, 1), 1e3 * seconds) for n, seconds in curve]))
 
     def launched(self, batch: ScheduleBatch | None) -> None:
         """Record the batch that the step runs."""
