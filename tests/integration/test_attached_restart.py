@@ -11,6 +11,7 @@ import pytest
 
 from tests.integration.conftest import NORMAL, OVERLAP, Pool
 from tests.support.live import LiveServer, live_server, until
+from tests.support.workload import prompt
 
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.ends_server]
 
@@ -95,6 +96,7 @@ def test_attached_to_the_run_of_the_server(journalled: LiveServer) -> None:
     live, server = journalled, journalled.server
     requests_that_say_nothing_belong_to_the_run(live)
     the_queue_limit_is_for_new_requests(live)
+    it_ends_no_sample(live)
     killed_and_asked_again(live)
     ended_and_asked_again(live)
     assert server.state()["attached"] == {}
@@ -135,6 +137,13 @@ def the_queue_limit_is_for_new_requests(live: LiveServer) -> None:
         meta = live.result_of(answer)["meta_info"]
         assert meta["finish_reason"] == {"type": "length", "length": 60}
         assert meta["april"]["spans"][-1]["end"] == 60
+
+
+def it_ends_no_sample(live: LiveServer) -> None:
+    """Six samples are admitted in one step, where two may wait."""
+    reply = live.server.rollout(run="limited", prompts=[prompt(f"p{i}", 9) for i in range(12)], quota=None)
+    assert {s["finish_reason"]["type"] for g in reply["finished"] for s in g["samples"]} == {"length"}
+    assert len(reply["finished"]) == 12
 
 
 def killed_and_asked_again(live: LiveServer) -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sglang.srt.managers.io_struct import FlushCacheReqInput, UpdateWeightFromDiskReqInput
+from sglang.srt.managers.io_struct import AbortReq, FlushCacheReqInput, UpdateWeightFromDiskReqInput
 
 from sglang_april.adapter.core import hooks_control, hooks_http
 from sglang_april.adapter.core.hooks_scheduler import Process
@@ -168,3 +168,30 @@ def test_memory_that_is_released_already_is_not_released_again() -> None:
 
 async def done(value: Any = None) -> Any:
     return value
+
+
+class FakeQueued:
+    def __init__(self, april: str | None) -> None:
+        self.april, self.to_finish = april, None
+
+
+def test_an_abort_of_another_request_leaves_the_order_of_the_queues() -> None:
+    """A sample behind later requests would be overtaken again at every abort."""
+    sample, first, second, compiling, other = map(FakeQueued, ("sample", None, None, "sample", None))
+    april = SimpleNamespace(attached=SimpleNamespace(abort_named=lambda _: None))
+    s: Any = SimpleNamespace(
+        april=april,
+        waiting_queue=[sample, first, second],
+        grammar_manager=SimpleNamespace(grammar_queue=[compiling, other]),
+        running_batch=SimpleNamespace(reqs=[]),
+        last_batch=None,
+        chunked_req=None,
+    )
+
+    def aborts_second(scheduler: Any, _: Any) -> None:
+        assert sample not in scheduler.waiting_queue
+        scheduler.waiting_queue.remove(second)
+
+    hooks_control.abort(aborts_second, s, AbortReq(rid="2"))
+    assert s.waiting_queue == [sample, first]
+    assert s.grammar_manager.grammar_queue == [compiling, other]

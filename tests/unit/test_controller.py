@@ -123,7 +123,7 @@ def test_a_sample_aborted_by_the_engine_is_delivered_and_counts(harness: Build, 
 
 
 def test_an_abort_at_admission_ends_the_round_before_the_forward() -> None:
-    """The engine's queue limit aborts queued samples, which meets the quota."""
+    """What the engine aborts in its queue is finished, and meets the quota."""
     w = ControllerHarness(queue_limit=1, slots=4)
     w.open("run", lengths(9, 9, 9), quota=2)
     w.step()

@@ -143,6 +143,9 @@ def test_arguments_of_frameworks_and_recipes_are_supported(name: str) -> None:
         ({"dp_size": 2}, "--dp-size 2 is not supported: SGLang's data-parallel controller sends"),
         ({"schedule_policy": "random"}, "--schedule-policy random is not"),
         ({"enable_mixed_chunk": True}, "--enable-mixed-chunk is not"),
+        ({"enable_lora": True}, "--enable-lora is not"),
+        ({"lora_paths": ["a=b"]}, "--lora-paths"),
+        ({"sampling_backend": "ascend"}, "--sampling-backend ascend is not"),
         ({"enable_page_major_kv_layout": True}, "--enable-page-major-kv-layout is not"),
         ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm EAGLE is not"),
     ],
@@ -185,11 +188,19 @@ def test_preemption_by_priority_is_refused_with_several_ranks() -> None:
     )
 
 
+def test_a_limit_of_the_queue_is_refused_with_priorities() -> None:
+    assert sentence(requested(max_queued_requests=4)) == ""
+    assert "higher priority would end a sample" in sentence(
+        requested(max_queued_requests=4, enable_priority_scheduling=True)
+    )
+
+
 @pytest.mark.parametrize(
     ("config", "what"),
     [
         ({"architectures": ["DeepseekV32ForCausalLM"], "index_topk": 64}, "sparse attention"),
         ({"use_ngram_embedding": True}, "n-gram embeddings"),
+        ({"is_encoder_decoder": True}, "an encoder and a decoder"),
         ({"is_hybrid_swa": True}, "sliding-window"),
         ({}, ""),
     ],
@@ -201,6 +212,7 @@ def test_models(config: dict[str, Any], what: str) -> None:
         hf_config=hf_config,
         is_hybrid_swa=config.get("is_hybrid_swa", False),
         use_ngram_embedding=config.get("use_ngram_embedding", False),
+        is_encoder_decoder=config.get("is_encoder_decoder", False),
         linear_attn_registry_result=None,
     )
     refusal = refusals.find_in_model(SimpleNamespace(get_model_config=lambda: model))

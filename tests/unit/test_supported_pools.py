@@ -15,6 +15,7 @@ from sglang.srt.mem_cache import chunk_cache, memory_pool, radix_cache, swa_memo
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.hisparse_memory_pool import HiSparseDSATokenToKVPool
 from sglang.srt.mem_cache.memory_pool import KVCache
+from sglang.srt.mem_cache.radix_cache import RadixCache
 
 from sglang_april.adapter.core import supported_pools
 from sglang_april.adapter.core.supported_pools import (
@@ -25,6 +26,7 @@ from sglang_april.adapter.core.supported_pools import (
     distinct_buffers,
     plane_table,
 )
+from sglang_april.adapter.shapes.installed import shape
 from sglang_april.cpu.pool import HugePagesPool
 from sglang_april.kv.copiers import CpuCopier
 from sglang_april.kv.host_tier import HostArena
@@ -194,3 +196,11 @@ def test_other_parts_of_the_scheduler_are_refused(part: str, cls: type, sentence
     setattr(scheduler, part, cls.__new__(cls))
     with pytest.raises(SystemExit, match=f"sglang-april: {sentence}"):
         check_scheduler(scheduler)
+
+
+def test_a_disabled_radix_cache_shares_no_prefix() -> None:
+    """SGLang builds one for multimodal models on the transformers backend."""
+    assert [shape.has_tree(RadixCache.create_simulated(disable=disabled)) for disabled in (False, True)] == [
+        True,
+        False,
+    ]

@@ -14,6 +14,10 @@ def _preempts_on_one_rank(value: Any, args: Any) -> bool:
     return not value or args.tp_size <= 1 or bool(getattr(args, "disable_priority_preemption", False))
 
 
+def _without_priorities(_value: Any, args: Any) -> bool:
+    return not args.enable_priority_scheduling
+
+
 BY_TOKENS = "such a cache looks KV up by token ids alone, and could return KV of another policy version"
 SESSIONS = "requests of a session share KV, and a suspend stores the KV of one sample"
 DELAYED = "its rules for delaying prefills ignore samples that are about to resume"
@@ -55,11 +59,17 @@ ARGUMENTS: tuple[Rule, ...] = (
         "the pool keeps scales beside the KV, which the page store does not copy",
     ),
     accept(
-        """mem_fraction_static max_running_requests max_queued_requests max_total_tokens chunked_prefill_size
+        """mem_fraction_static max_running_requests max_total_tokens chunked_prefill_size
         max_prefill_tokens prefill_max_requests schedule_conservativeness page_size swa_full_tokens_ratio
         disable_hybrid_swa_memory disable_chunked_prefix_cache num_continuous_decode_steps
         scheduler_recv_interval stream_interval sleep_on_idle""",
         "it sets the sizes of the pool and of batches, which the plugin reads from the scheduler",
+    ),
+    refuse_if(
+        "max_queued_requests",
+        _without_priorities,
+        "with `--enable-priority-scheduling`",
+        "a request of higher priority would end a sample that waits in a full queue",
     ),
     accept_only(
         "schedule_policy", ("fcfs", "lpm"), "this order of waiting requests has not been reviewed for rollout samples"
@@ -225,8 +235,9 @@ ARGUMENTS: tuple[Rule, ...] = (
         flashinfer_a2a_dispatch_type enable_paged_experts paged_experts_num_resident""",
         "it chooses where a layer's weights are and which kernels compute it",
     ),
+    accept_only("sampling_backend", ("flashinfer", "pytorch"), "this sampler has not been tested with seeded rows"),
     accept(
-        """attention_backend decode_attention_backend prefill_attention_backend sampling_backend grammar_backend
+        """attention_backend decode_attention_backend prefill_attention_backend grammar_backend
         fp8_gemm_runner_backend fp4_gemm_runner_backend bf16_gemm_backend disable_flashinfer_autotune
         flashinfer_autotune_skip_ops triton_attention_reduce_in_fp32 triton_attention_num_kv_splits
         triton_attention_split_tile_size flashinfer_mla_disable_ragged enable_fused_qk_norm_rope
@@ -245,12 +256,16 @@ ARGUMENTS: tuple[Rule, ...] = (
         constrained_json_max_whitespace_cnt""",
         "partials are evacuated before the pool is released, and grammars are SGLang's own",
     ),
+    refuse(
+        "enable_lora lora_paths",
+        "samples join a running batch, where SGLang does not count its adapters, and could be drawn with another's",
+    ),
     accept(
         """enable_custom_logit_processor enable_return_hidden_states return_hidden_states_mode
         enable_return_aux_hidden_states aux_hidden_state_capture return_aux_hidden_state_layer_ids
         sampling_mask_max_tokens
-        enable_return_routed_experts enable_return_indexer_topk enable_lora enable_lora_overlap_loading
-        max_lora_rank lora_target_modules lora_paths max_loaded_loras max_loras_per_batch
+        enable_return_routed_experts enable_return_indexer_topk enable_lora_overlap_loading
+        max_lora_rank lora_target_modules max_loaded_loras max_loras_per_batch
         lora_eviction_policy lora_backend max_lora_chunk_size experts_shared_outer_loras
         lora_use_virtual_experts lora_strict_loading lora_drain_wait_threshold enable_multimodal
         mm_attention_backend enable_broadcast_mm_inputs_process enable_prefix_mm_cache mm_enable_dp_encoder

@@ -137,9 +137,10 @@ def queue_attached(s: Scheduler, req: Req) -> None:
 
 
 def was_accepted(req: Req) -> bool:
-    """Whether the request is queued again: the limit of SGLang's queue is for attached requests that arrive."""
+    """Whether the request has passed admission: the limit of SGLang's queue is for requests that arrive, and would end
+    samples that are admitted together, or whose KV is computed again."""
     sample = req.april
-    return sample is not None and sample.attached and not sample.arriving
+    return sample is not None and not sample.arriving
 
 
 def was_refused(req: Req) -> bool:

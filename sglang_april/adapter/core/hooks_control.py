@@ -26,17 +26,18 @@ def abort(orig: Callable[..., Any], s: Scheduler, recv_req: AbortReq) -> Any:
     if recv_req.abort_all and not s.april.context.frozen:
         s.april.abort_everything()
     abort_attached(s, recv_req)
-    samples = [r for r in [*s.waiting_queue, *s.grammar_manager.grammar_queue] if r.april is not None]
     running = [r for r in shape.in_flight(s) if r.april is not None]
     before = {r: r.to_finish for r in running}
     queue, grammar = s.waiting_queue, s.grammar_manager.grammar_queue
     s.waiting_queue = [r for r in queue if r.april is None]
-    grammar[:], kept = [r for r in grammar if r.april is None], [r for r in grammar if r.april is not None]
+    compiling = list(grammar)
+    grammar[:] = [r for r in grammar if r.april is None]
     try:
         return orig(s, recv_req)
-    finally:
-        s.waiting_queue += [r for r in queue if r in samples]
-        grammar += kept
+    finally:  # every request keeps its place: behind later ones, a sample would be overtaken at each abort
+        left = {*s.waiting_queue, *grammar}
+        s.waiting_queue = [r for r in queue if r.april is not None or r in left]
+        grammar[:] = [r for r in compiling if r.april is not None or r in left]
         for req, reason in before.items():
             req.to_finish = reason
         if s.chunked_req is not None and s.chunked_req.april is not None:

@@ -27,6 +27,10 @@ def _sparse(model: Any) -> bool:
     return any(is_one(model.hf_config) for is_one in (is_deepseek_dsa, is_deepseek_v4, is_minimax_sparse))
 
 
+def _encoder_decoder(model: Any) -> bool:
+    return bool(model.is_encoder_decoder)
+
+
 def _ngram_embedding(model: Any) -> bool:
     return bool(model.use_ngram_embedding)
 
@@ -49,6 +53,10 @@ MODELS: tuple[tuple[Callable[[Any], bool], Refusal], ...] = (
             "A model with sparse attention (DeepSeek-V3.2 and V4, GLM-5, MiniMax)",
             "a suspend does not store its index keys",
         ),
+    ),
+    (
+        _encoder_decoder,
+        Refusal("A model with an encoder and a decoder (Mllama, Whisper)", "a suspend does not store the encoder's KV"),
     ),
     (
         _ngram_embedding,

@@ -106,7 +106,7 @@ class Until0518:
         return RadixCache, ChunkCache
 
     def has_tree(self, tree: Any) -> bool:
-        return not tree.is_chunk_cache()
+        return not tree.is_chunk_cache() and not tree.disable
 
     def slots_in_tree(self, tree: Any) -> "torch.Tensor":
         import torch
