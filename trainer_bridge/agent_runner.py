@@ -100,9 +100,10 @@ class AgentWorker:
         with self._lock:
             self._dead = True
             self._unconfirmed.clear()
+            lost, self._running = self._running, set()
         self._messages.put(None)
         self.kill()
-        for trajectory_id in self._running:
+        for trajectory_id in lost:
             self._received(AgentFinished(trajectory_id, None, "the agent process died"))
 
 

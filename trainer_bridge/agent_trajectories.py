@@ -152,8 +152,9 @@ class AgentTrajectories:
     def _failed(self, group: PromptTrajectories, index: int, name: str, problem: str) -> None:
         """Repeat a trajectory that failed, or give its group up."""
         self._failures_in_a_row += 1
-        if self._failures_in_a_row == FAILURES_IN_A_ROW:
-            raise RunError(f"{FAILURES_IN_A_ROW} trajectories in a row failed, the last one: {problem}")
+        # A process that dies, or a timeout, ends many at once: only repeats that fail as well show that none succeeds.
+        if self._failures_in_a_row >= max(FAILURES_IN_A_ROW, ATTEMPTS * (len(self._group_of) + 1)):
+            raise RunError(f"{self._failures_in_a_row} trajectories in a row failed, the last one: {problem}")
         group.failures[index] = group.failures.get(index, 0) + 1
         repeats = group.failures[index] < ATTEMPTS
         self._warn(f"trajectory {name} is rejected{', and repeated' if repeats else ''}: {problem}")

@@ -55,7 +55,7 @@ class Checkpoints:
         """The run's unique name, which begins with `prefix`; a restart does not change it."""
         if not self._run.exists():
             name = f"{prefix}-{uuid.uuid4().hex[:8]}"
-            _write_atomically(self._run, json.dumps({"run": name, "base_versions": [[0, 0]]}))
+            write_atomically(self._run, json.dumps({"run": name, "base_versions": [[0, 0]]}))
         return str(json.loads(self._run.read_text())["run"])
 
     def base_version(self, step: int) -> int:
@@ -70,7 +70,7 @@ class Checkpoints:
         if bases[-1][1] != version:
             bases.append([step, version])
         if bases != fields["base_versions"]:
-            _write_atomically(self._run, json.dumps(fields | {"base_versions": bases}))
+            write_atomically(self._run, json.dumps(fields | {"base_versions": bases}))
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, in ascending order."""
@@ -85,7 +85,7 @@ class Checkpoints:
         folder = self._checkpoints / f"tmp-{state.step:06d}"
         (folder / "trainer").mkdir(parents=True)
         save_trainer(folder / "trainer")
-        _write_atomically(folder / "state.json", json.dumps(asdict(state)))
+        write_atomically(folder / "state.json", json.dumps(asdict(state)))
         sync_folder(folder / "trainer")
         sync_folder(folder)
         folder.rename(self.path(state.step))
@@ -125,7 +125,7 @@ class Checkpoints:
 
 
 def _note(path: Path, round_id: str, ids: list[str]) -> None:
-    _write_atomically(path, json.dumps(_noted(path) | {round_id: ids}))
+    write_atomically(path, json.dumps(_noted(path) | {round_id: ids}))
 
 
 def _noted(path: Path) -> dict[str, list[str]]:
@@ -134,7 +134,8 @@ def _noted(path: Path) -> dict[str, list[str]]:
     return found
 
 
-def _write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file as a whole; the text is durable on return."""
     part = path.with_suffix(".tmp")
     with part.open("w") as out:
         out.write(text)

@@ -1,9 +1,12 @@
 """The command `april-train` (`python -m trainer_bridge`): train, check a configuration, or write a report of a run."""
 
 import argparse
+import contextlib
+import fcntl
 import multiprocessing
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -34,7 +37,29 @@ def main(argv: list[str] | None = None) -> int:
             return 0
     except ConfigError as error:
         return _fail(2, str(error))
-    return _train(config)
+    with contextlib.suppress(OSError):  # what is wrong with the folder is said later
+        Path(config.save).mkdir(parents=True, exist_ok=True)
+    with _locked(Path(config.save)) as ours:
+        return _train(config) if ours else _fail(2, f"save: {config.save} is in use by another april-train")
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Hold the lock of a run's folder; False if another process holds it. A folder that cannot be locked is ours."""
+    try:
+        lock = (folder / "run.lock").open("w")
+    except OSError:
+        yield True
+        return
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        except OSError:
+            yield True
+        else:
+            yield True
 
 
 def _train(config: Config) -> int:

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -41,7 +41,11 @@ class HFCheckpoint:
 
 
 def write_hf(tensors: Iterable[tuple[str, Tensor]], source: Path, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write a Hugging Face folder with these tensors, and with configuration and tokenizer from `source`."""
+    """Write a Hugging Face folder with these tensors, and with configuration and tokenizer from `source`.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
         if path.is_file() and path.suffix in (".json", ".jinja", ".model", ".txt") and path.name != INDEX:
@@ -53,7 +57,10 @@ def write_hf(tensors: Iterable[tuple[str, Tensor]], source: Path, folder: Path, 
         total += sum(x.numel() * x.element_size() for _, x in batch)
         # Copies, because safetensors refuses tensors that share memory.
         copies = {name: x.detach().to("cpu", copy=True) for name, x in batch}
-        save_file(copies, folder / f"part-{len(files)}.safetensors", metadata={"format": "pt"})
+        try:
+            save_file(copies, folder / f"part-{len(files)}.safetensors", metadata={"format": "pt"})
+        except SafetensorError as error:  # what a full disk raises
+            raise OSError(f"{folder} cannot be written: {error}") from error
     index: dict[str, str] = {}
     for number, names in enumerate(files, 1):
         name = "model.safetensors" if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"

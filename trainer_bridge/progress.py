@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from torch.utils.tensorboard import SummaryWriter
 
-from trainer_bridge.checkpoints import LoopState
+from trainer_bridge.checkpoints import LoopState, write_atomically
 
 CHARTS = (
     "reward",
@@ -41,7 +41,7 @@ class RunProgress:
         """Delete the rows after this step, which is repeated from its checkpoint."""
         for path in (self._steps, self._evaluations):
             kept = [row for row in read_rows(path) if row["step"] <= step]
-            path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+            write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
         self.evaluated_steps = {row["step"] for row in read_rows(self._evaluations)}
         if step:
             self._print(f"resuming after step {step}")

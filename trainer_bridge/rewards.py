@@ -13,7 +13,6 @@ import math
 import multiprocessing
 import queue
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -195,8 +194,6 @@ class Rewards:
         list(self._threads.map(RewardWorker.start, self._workers))
         for worker in self._workers:
             self._free.put(worker)
-        self.seconds = 0.0
-        """Total duration of all calls, over all workers."""
 
     def submit(self, samples: Sequence[RewardSample], prompt: TrainingPrompt) -> "Future[list[Score]]":
         """One score per sample, in order. Returns at once; the future raises only if the pool is closed."""
@@ -225,7 +222,7 @@ class Rewards:
 
     def _call(self, arguments: tuple[Any, ...], parse: Callable[[Any], list[float]]) -> list[Score]:
         """The rewards of a call; after the last failed attempt one Score without a reward."""
-        worker, started, problem = self._free.get(), time.monotonic(), ""
+        worker, problem = self._free.get(), ""
         try:
             for _ in range(ATTEMPTS):
                 try:
@@ -234,7 +231,6 @@ class Rewards:
                     problem = str(error) if isinstance(error, RewardError) else repr(error)
             return [Score(None, problem)]
         finally:
-            self.seconds += time.monotonic() - started
             self._free.put(worker)
 
 

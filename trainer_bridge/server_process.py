@@ -64,8 +64,20 @@ class ServerProcess(Protocol):
         """Stop the server and its children."""
 
 
+def _began(pid: int) -> str:
+    """The boot of the machine and the clock tick since then at which a process began, from proc(5). The creation time
+    of psutil moves when the clock is set.
+
+    Raises:
+        OSError: there is no such process.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return f"{boot} {after_name[19]}"
+
+
 class LocalServerProcess:
-    """A process of this machine, recorded in a file by pid, creation time (pids are reused) and URL."""
+    """A process of this machine, recorded in a file by pid, start (pids are reused) and URL."""
 
     def __init__(self, record: Path, *, die_with_parent: bool = False) -> None:
         """`die_with_parent`: the server is killed when this process dies."""
@@ -75,9 +87,9 @@ class LocalServerProcess:
         """URL of a running server that an earlier trainer of this run started."""
         if record.exists():
             recorded = json.loads(record.read_text())
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with contextlib.suppress(psutil.NoSuchProcess, OSError):
                 process = psutil.Process(recorded["pid"])
-                if process.create_time() == recorded["began"] and process.status() != psutil.STATUS_ZOMBIE:
+                if _began(process.pid) == recorded["began"] and process.status() != psutil.STATUS_ZOMBIE:
                     self._process, self.url = process, recorded["url"]
 
     @property
@@ -109,7 +121,7 @@ class LocalServerProcess:
             )
         self._process = process
         part = self._record.with_suffix(".part")
-        part.write_text(json.dumps({"pid": process.pid, "began": process.create_time(), "url": url}))
+        part.write_text(json.dumps({"pid": process.pid, "began": _began(process.pid), "url": url}))
         part.replace(self._record)
 
     def end(self) -> None:

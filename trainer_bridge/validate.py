@@ -90,6 +90,8 @@ def _check_groups(config: Config) -> None:
         raise ConfigError("n_samples_per_prompt: a group's baseline needs at least two samples")
     if config.dynamic_sampling and config.quota_unit == "sample":
         raise ConfigError("dynamic_sampling: needs quota_unit: group, because it judges groups")
+    if config.group_reward and config.quota_unit == "sample":
+        raise ConfigError("group_reward: needs quota_unit: group, because it scores groups")
     if config.dynamic_sampling and config.n_samples_per_prompt < 2:
         raise ConfigError("dynamic_sampling: needs n_samples_per_prompt of at least 2: one reward never differs")
 

@@ -5,6 +5,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from sglang_april.client import RecordedTrajectory, RolloutReply, ServerLostErro
 from tests.bridge.fake_agents import FakeAgentEngine, FakeRunner, Outcome
 from trainer_bridge import agent_rollout
 from trainer_bridge.agent_rollout import AgentRollouts
+from trainer_bridge.agent_trajectories import AgentTrajectories
 from trainer_bridge.agents import AgentFinished, StartAgent
 from trainer_bridge.checkpoints import Checkpoints
 from trainer_bridge.config import Config
@@ -131,6 +133,29 @@ def test_with_dynamic_sampling_groups_of_equal_rewards_are_rejected(
 def test_an_agent_that_always_fails_ends_the_run(make: Callable[..., Any]) -> None:
     with pytest.raises(RunError, match=r"32 trajectories in a row failed, the last one: broken"):
         make(lambda start: "broken").round("r.1", 2)
+
+
+def test_the_death_of_a_process_with_many_agents_repeats_them() -> None:
+    """Half of 64 agents end together; only repeats that fail as well may end the run."""
+    fake: Any = FakeRunner(print)
+    client: Any = SimpleNamespace(done=lambda *_, **__: None)
+    FakeRunner.outcome = staticmethod(lambda _: None)  # type: ignore[assignment]
+    made = AgentTrajectories(
+        client, fake, "r", 8, {"seed": 1}, whole_groups=True, accept=bool, replace=print, warn=lambda _: None
+    )
+    config = Config(hf_checkpoint="m", prompt_data="d", n_samples_per_prompt=8)
+    for prompt in PromptData([{"input": f"q{i}", "label": None} for i in range(8)], config).take(8):
+        made.start(prompt)
+    first = [start.id for start in fake.started]
+
+    def die(names: list[str]) -> None:
+        for name in names:
+            made.finished(AgentFinished(name, None, "the agent process died"))
+
+    die(first[:48])
+    assert len(fake.started) == 64 + 48
+    with pytest.raises(RunError, match="in a row failed, the last one: the agent process died"):
+        die([*first[48:], *(start.id for start in fake.started[64:])])
 
 
 @pytest.mark.parametrize(

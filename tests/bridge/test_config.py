@@ -97,6 +97,10 @@ def test_invalid_file_is_refused_with_the_field(tmp_path: Path, text: str, messa
             {"n_samples_per_prompt": 1, "dynamic_sampling": True, "advantage_estimator": "ppo"},
             "dynamic_sampling: needs",
         ),
+        (
+            {"quota_unit": "sample", "advantage_estimator": "ppo", "group_reward": "m:f"},
+            "group_reward: needs quota_unit: group",
+        ),
         ({"over_sampling_batch_size": 4, "rollout_batch_size": 8}, "over_sampling_batch_size"),
         ({"rollout_top_p": 0.9}, "top_p"),
         ({"rollout_top_k": 20}, "top_k"),

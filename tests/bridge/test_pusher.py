@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from examples import tiny_model
 from sglang_april.client import AprilError
 from tests.support.live import until
-from trainer_bridge import cli
+from trainer_bridge import cli, hf_folder
 from trainer_bridge.config import Config
 from trainer_bridge.handshake import EngineInfo, HandshakeError
 from trainer_bridge.hf_folder import batches
@@ -25,7 +26,7 @@ from trainer_bridge.push import pusher as pushing
 from trainer_bridge.push.disk import DiskTransport
 from trainer_bridge.push.distributed import DistributedTransport
 from trainer_bridge.push.push_target import WeightCallError
-from trainer_bridge.push.pusher import Pusher, PushFailed, PushState, connect
+from trainer_bridge.push.pusher import PUSH_ERRORS, Pusher, PushFailed, PushState, connect
 from trainer_bridge.push.tensor import TensorTransport, serialize
 from trainer_bridge.push.transport import WeightBucket
 
@@ -210,6 +211,21 @@ def test_nccl_gets_one_rank_for_each_gpu(
     on_cpu = connect([*gpus][:1], "auto", source=source, device=torch.device("cpu"))
     assert isinstance(on_cpu.transport, DistributedTransport)
     on_cpu.close()
+
+
+def test_a_full_disk_fails_the_push_and_not_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """safetensors' own error is no OSError, and nothing would repeat the push."""
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(hf_folder, "save_file", fails)
+    transport = DiskTransport([], tiny_model.make(tmp_path / "model"))
+    transport.open()
+    transport.send(WeightBucket.of(BATCHES[0]))
+    with pytest.raises(PUSH_ERRORS, match="No space left"):
+        transport.finish()
+    transport.close()
 
 
 @pytest.mark.parametrize("fails", [False, True])

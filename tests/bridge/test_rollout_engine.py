@@ -9,6 +9,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.live import until
@@ -128,8 +129,18 @@ def test_time_between_sigterm_and_sigkill(flags: list[str], seconds: float) -> N
     assert termination_timeout_s(["python", "-m", "sglang_april.launch_server", "--tp", "2", *flags]) == seconds
 
 
+def test_a_server_is_recognized_after_the_clock_was_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = LocalServerProcess(tmp_path / "server.json")
+    started.start([sys.executable, "-c", "import time; time.sleep(60)"], "http://127.0.0.1:1", tmp_path / "log")
+    boot = psutil.boot_time()
+    monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: boot + 1.0)
+    assert LocalServerProcess(tmp_path / "server.json").url == "http://127.0.0.1:1"
+    monkeypatch.undo()
+    started.end()
+
+
 def test_reused_pid_is_not_taken_for_the_server(tmp_path: Path) -> None:
-    record = {"pid": os.getpid(), "began": 1.0, "url": "http://127.0.0.1:1"}
+    record = {"pid": os.getpid(), "began": "another boot", "url": "http://127.0.0.1:1"}
     (tmp_path / "server.json").write_text(json.dumps(record))
     process = LocalServerProcess(tmp_path / "server.json")
     assert process.url is None

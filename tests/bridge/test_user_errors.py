@@ -1,5 +1,6 @@
 """Errors of the user or the machine are reported in one line with their location, not as a traceback."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -132,3 +133,12 @@ def test_errors_during_the_run_are_reported(
         return
     resume = ". The same command resumes after step 4." if status == 1 else ""
     assert run() == (status, [f"april-train: {error}{resume}"])
+
+
+def test_a_run_has_one_process(run: Run, tmp_path: Path) -> None:
+    """A second one would delete the first one's unfinished checkpoint and truncate its rows."""
+    (tmp_path / "run").mkdir()
+    with (tmp_path / "run" / "run.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        status, lines = run()
+    assert (status, lines[-1]) == (2, "april-train: save: run is in use by another april-train")
