@@ -139,7 +139,7 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     kl_loss_coef: NonNegative = 0.0
     """Weight of the KL to the initial policy; only 0 is supported."""
     normalize_advantages: bool = True
-    """Divide the advantages of a group by their standard deviation."""
+    """Divide the advantages of a group by their standard deviation; `reinforce` and `ppo` have none."""
     dynamic_sampling: bool = False
     """Reject groups whose rewards are all equal while the round is open (DAPO)."""
     overlong_buffer_len: Natural = 0

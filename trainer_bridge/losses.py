@@ -8,6 +8,9 @@ policy. The ratio r = π/π_old is clipped; w = π_old/μ corrects for staleness
 - `gspo`: as grpo with r = exp(mean over the response of log π/π_old). arXiv 2507.18071, eq. 5 to 7.
 - `ppo`: as grpo, with given advantages per token, mean over all tokens. arXiv 1707.06347, eq. 7.
 - `reinforce`: −A·log π, mean over all tokens. Williams 1992.
+
+Of a trajectory with branches, each branch is a response of its own in the mean of `gspo`, because branches may be in
+different micro-batches.
 """
 
 from collections.abc import Sequence
