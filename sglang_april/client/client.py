@@ -20,9 +20,9 @@ from typing import Any, Concatenate, ParamSpec, Self
 import httpx
 
 from sglang_april.client.calls import Calls, Exchange, T, push_stays_open
-from sglang_april.client.keep_alive import with_keep_alive
+from sglang_april.client.keep_alive import with_keep_alive, with_options
 from sglang_april.client.retries import LOST, Retries
-from sglang_april.client.streamed_round import StreamedRound, event
+from sglang_april.client.streamed_round import StreamedRound, async_lines_of, event, lines_of
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 
 P = ParamSpec("P")
@@ -72,7 +72,7 @@ class AprilClient:
         self, url: str, api_key: str | None = None, timeout: float = 10.0, retry_s: float = 0.0, **options: Any
     ) -> None:
         self._calls = Calls(url, api_key, retry_s)
-        options = with_keep_alive(httpx.HTTPTransport, url, options)
+        options = with_keep_alive(httpx.HTTPTransport, self._calls.url, options)
         self._http = httpx.Client(timeout=httpx.Timeout(None, connect=timeout), **options)
 
     def __enter__(self) -> Self:
@@ -94,6 +94,7 @@ class AprilClient:
             return done.value
 
     def _send(self, request: httpx.Request, *, stream: bool = False) -> httpx.Response:
+        request = with_options(self._http, request)
         retries = Retries(self._calls, request)
         while True:
             retries.sending()
@@ -144,7 +145,7 @@ class AprilClient:
         while True:
             try:
                 with contextlib.closing(response):
-                    for line in response.iter_lines():
+                    for line in lines_of(response):
                         if (received := event(line)) and (new := streamed.new(received)):
                             yield new
                 return
@@ -168,7 +169,7 @@ class AsyncAprilClient:
         self, url: str, api_key: str | None = None, timeout: float = 10.0, retry_s: float = 0.0, **options: Any
     ) -> None:
         self._calls = Calls(url, api_key, retry_s)
-        options = with_keep_alive(httpx.AsyncHTTPTransport, url, options)
+        options = with_keep_alive(httpx.AsyncHTTPTransport, self._calls.url, options)
         self._http = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=timeout), **options)
 
     async def __aenter__(self) -> Self:
@@ -190,6 +191,7 @@ class AsyncAprilClient:
             return done.value
 
     async def _send(self, request: httpx.Request, *, stream: bool = False) -> httpx.Response:
+        request = with_options(self._http, request)
         retries = Retries(self._calls, request)
         while True:
             retries.sending()
@@ -227,7 +229,7 @@ class AsyncAprilClient:
             try:
                 if not self._calls.is_open(response):
                     continue
-                async for line in response.aiter_lines():
+                async for line in async_lines_of(response):
                     if (received := event(line)) and (new := streamed.new(received)):
                         yield new
                 return

@@ -77,10 +77,11 @@ class EnginePool:
 
     def drop(self, run: str, ids: Sequence[str] | None = None) -> None:
         """Delete a run, or these unstarted groups of it, on every engine."""
+        named = set(ids or ())
         for client in self.clients:
             if ids is None:
                 client.drop(run)
-            elif at_engine := [row["id"] for row in client.partials(run)["unstarted"] if row["id"] in set(ids)]:
+            elif at_engine := [row["id"] for row in client.partials(run)["unstarted"] if row["id"] in named]:
                 client.drop(run, at_engine)
 
     @contextlib.contextmanager
@@ -100,6 +101,8 @@ class EnginePool:
             yield
         for client in self.clients:
             client.push_end(target)
+        for shared in list(self._open.values()):
+            shared.pushed()
 
     def _find(self, round_id: str) -> SharedRound:
         if round_id not in self._open:

@@ -18,6 +18,7 @@ SOCKET_OPTIONS = [
             ("TCP_KEEPIDLE", DEAD_AFTER_S // 2),
             ("TCP_KEEPINTVL", DEAD_AFTER_S // 6),
             ("TCP_KEEPCNT", 3),
+            ("TCP_USER_TIMEOUT", 1000 * DEAD_AFTER_S),  # no probes are sent while data is not acknowledged
         )
         if hasattr(socket, name)
     ),
@@ -38,6 +39,13 @@ def with_keep_alive(transport: Callable[..., Any], url: str, options: Mapping[st
         return dict(options)
     own = {name: options[name] for name in OF_TRANSPORT if name in options}
     return {**options, "transport": transport(socket_options=SOCKET_OPTIONS, **own)}
+
+
+def with_options(client: httpx.Client | httpx.AsyncClient, request: httpx.Request) -> httpx.Request:
+    """The request with the headers, cookies and parameters that the client was given."""
+    return client.build_request(
+        request.method, request.url, content=request.content, headers=request.headers, extensions=request.extensions
+    )
 
 
 def _has_proxy(url: httpx.URL) -> bool:

@@ -1,11 +1,21 @@
 """Statistics of one round over several engines."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+EXTREMES: Mapping[str, Callable[[Iterable[Any]], Any]] = {
+    "t_opened": min,
+    "t_quota_met": max,
+    "t_ended": max,
+    "oldest_staleness": max,
+    "prolonged": any,
+}
+OBJECTS = ("bytes", "tokens_by_tier")
 
 
 def merge_stats(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Sums; the longest duration; the timelines added up."""
+    """Sums; the longest duration; the timelines added up; each warning once. `delivered` is left out: its quantiles
+    and shares cannot be merged."""
     duration = max(part["duration_s"] for part in parts)
     running_seconds = sum(part.get("mean_running", 0.0) * part["duration_s"] for part in parts)
     changes = sorted(
@@ -18,10 +28,20 @@ def merge_stats(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         total += change
         timeline.append([at, total])
     mean = running_seconds / duration if duration else 0.0
-    return {**sum_fields(parts), "duration_s": duration, "mean_running": mean, "timeline": timeline}
+    warnings = list(dict.fromkeys(warning for part in parts for warning in part.get("warnings", ())))
+    own = {"duration_s": duration, "mean_running": mean, "timeline": timeline}
+    return {**sum_fields(parts), **own, **({"warnings": warnings} if warnings else {})}
 
 
 def sum_fields(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The sums of all fields that are numbers in every part."""
-    names = [name for name in parts[0] if all(isinstance(part.get(name), int | float) for part in parts)]
-    return {name: sum(part[name] for part in parts) for name in names}
+    """The sums of all fields that are numbers in every part, or objects of numbers; of times and ages the extreme."""
+    merged: dict[str, Any] = {}
+    for name in parts[0]:
+        values = [part[name] for part in parts if part.get(name) is not None]
+        if values and name in EXTREMES:
+            merged[name] = EXTREMES[name](values)
+        elif len(values) == len(parts) and all(isinstance(value, int | float) for value in values):
+            merged[name] = sum(values)
+        elif len(values) == len(parts) and name in OBJECTS:
+            merged[name] = sum_fields(values)
+    return merged

@@ -101,7 +101,9 @@ class SharedRound:
         if self._quota is None:
             self._forward(accept, reject)
             return
+        accept, reject = list(accept), list(reject)
         with self._lock:
+            self._check_known(accept=accept, reject=reject)
             for prompt_id in reject:
                 self._send_verdict(prompt_id, reject=[prompt_id])
             self._acceptable += [prompt_id for prompt_id in accept if prompt_id not in self._acceptable]
@@ -111,11 +113,26 @@ class SharedRound:
         """Without a quota every verdict is for the engines, which wait for it if the caller judges."""
         if not self._caller_judges:
             return
+        accept, reject = list(accept), list(reject)
         with self._lock:
+            self._check_known(accept=accept, reject=reject)
             for prompt_id in accept:
                 self._send_verdict(prompt_id, accept=[prompt_id])
             for prompt_id in reject:
                 self._send_verdict(prompt_id, reject=[prompt_id])
+
+    def _check_known(self, **verdicts: list[str]) -> None:
+        for field, ids in verdicts.items():
+            if unknown := [prompt_id for prompt_id in ids if prompt_id not in self._engine_of]:
+                raise AprilError(404, field, f"{unknown} have not finished in this round")
+
+    def pushed(self) -> None:
+        """A push has moved the version: more groups may have become mandatory."""
+        with self._lock:
+            for engine in set(range(len(self._clients))) - self._ended:
+                rows = self._clients[engine].state()["rounds"]
+                for row in (row for row in rows if row["round_id"] == self.id):
+                    self._mandatory |= dict.fromkeys(row["mandatory"], engine)
 
     def extend(self, quota_add: int, prompts: list[Mapping[str, Any]]) -> None:
         """As `EnginePool.extend`."""

@@ -2,9 +2,10 @@
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
+import httpx
 import msgspec
 
 from sglang_april.client.calls import as_error
@@ -16,7 +17,48 @@ SampleKey = tuple[str, int, int]
 """Prompt id, incarnation, index."""
 
 
-def event(line: str) -> RolloutGroup | RolloutSummary | None:
+class LineSplitter:
+    """Splits the body of a stream into lines, at newlines only: httpx splits at U+2028 and others too, which JSON
+    strings may contain."""
+
+    def __init__(self) -> None:
+        self._begun: list[bytes] = []
+
+    def lines(self, chunk: bytes) -> list[bytes]:
+        """The lines that this part of the body completes."""
+        first, *others = chunk.split(b"\n")
+        self._begun.append(first)
+        if not others:
+            return []
+        whole = [b"".join(self._begun), *others[:-1]]
+        self._begun = [others[-1]]
+        return whole
+
+    def rest(self) -> list[bytes]:
+        """At the end of the body: the last line, if no newline ends it."""
+        rest = b"".join(self._begun)
+        return [rest] if rest else []
+
+
+def lines_of(response: httpx.Response) -> Iterator[bytes]:
+    """The lines of a body as they arrive."""
+    splitter = LineSplitter()
+    for chunk in response.iter_bytes():
+        yield from splitter.lines(chunk)
+    yield from splitter.rest()
+
+
+async def async_lines_of(response: httpx.Response) -> AsyncIterator[bytes]:
+    """The same for an asynchronous client."""
+    splitter = LineSplitter()
+    async for chunk in response.aiter_bytes():
+        for line in splitter.lines(chunk):
+            yield line
+    for line in splitter.rest():
+        yield line
+
+
+def event(line: bytes) -> RolloutGroup | RolloutSummary | None:
     """One line of a stream; None for the reason why the round waits, which is logged.
 
     Raises:

@@ -136,15 +136,15 @@ class CompletedGroups:
 
 
 def visible_text(engine_decode: Callable[..., str | None], prompt: Prompt, sample: FinishedSample) -> str | None:
-    """The text of a sample as SGLang returns it: without a matched stop token or stop string unless `no_stop_trim`.
+    """The text of a sample as SGLang returns it: up to a matched stop token or stop string, with it if `no_stop_trim`.
 
     The drawn ids are decoded; text is never tokenised again.
     """
     ids = list(memoryview(sample.output_ids).cast("i"))
-    matched = None if prompt.no_stop_trim else sample.finish_reason.get("matched")
-    if isinstance(matched, int) and ids and ids[-1] == matched:
+    matched = sample.finish_reason.get("matched")
+    if isinstance(matched, int) and not prompt.no_stop_trim and ids and ids[-1] == matched:
         ids.pop()
     text = engine_decode(ids, prompt.skip_special_tokens, prompt.spaces_between_special_tokens) if ids else ""
     if isinstance(matched, str) and text and matched in text:
-        text = text[: text.index(matched)]
+        text = text[: text.index(matched) + (len(matched) if prompt.no_stop_trim else 0)]
     return text

@@ -15,6 +15,7 @@ from sglang_april.config import AprilConfig
 from sglang_april.http.attached import AttachedRequests
 from sglang_april.http.audit import Audit
 from sglang_april.http.background import Background
+from sglang_april.http.bodies import off_loop
 from sglang_april.http.completed_groups import CompletedGroups, GroupSlice, visible_text
 from sglang_april.http.frontend import Frontend
 from sglang_april.http.prepare import open_round, round_spec
@@ -149,7 +150,8 @@ class AprilService:
         """The state and the record of an undelivered trajectory."""
         state = (await self.rpc.call(messages.GetTrajectory(self.rpc.number(), run, name))).data
         record = self.trajectories.get(run, name) or TrajectoryRecord(run, name, state["group"])
-        return {**record.fields(packed), "state": state["state"], "staleness": state["staleness"]}
+        fields = await off_loop(record.nbytes, record.fields, packed)  # compares all branches
+        return {**fields, "state": state["state"], "staleness": state["staleness"]}
 
     async def check(self) -> dict[str, Any]:
         """Whether every stored page verifies on every rank, and the pool accounting: `ok` and `problem`."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import uuid
 from typing import Any
 
 import msgspec
@@ -24,6 +25,8 @@ def check_rollout(body: RolloutBody, packed: bool) -> str:
     Raises:
         RequestError: 400 with the field.
     """
+    if body.round_id is None:  # part of the fingerprint, so that the request can be repeated with the id it was given
+        body.round_id = uuid.uuid4().hex
     if body.round_id in (".", ".."):
         raise bad("round_id", "must not be . or .., which cannot be used in a URL")
     if body.sampling_params is not None:

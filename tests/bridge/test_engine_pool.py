@@ -10,7 +10,7 @@ import pytest
 
 from sglang_april.client import AprilError
 from sglang_april.client.engine_pool import EnginePool
-from sglang_april.client.merged_stats import merge_stats
+from sglang_april.client.merged_stats import merge_stats, sum_fields
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 from tests.bridge.engine_pool_rounds import delivered_ids, engine_pool, request, run_round
 from tests.support.live import until
@@ -184,6 +184,53 @@ def test_verdicts_are_sent_to_the_engine_of_the_group() -> None:
     assert all(verdict == (name[1] != "1") for name, verdict in accepted.items())
     with pytest.raises(AprilError, match="has ended"):
         pool.judge("r.1", ["a2"])
+
+
+@pytest.mark.parametrize("quota", [2, None])
+def test_a_verdict_on_an_unknown_group_is_refused_and_changes_nothing(quota: int | None) -> None:
+    pool, _ = engine_pool()
+    events = pool.stream(**request("r.1", "a1 b1", quota, count="accepted"))
+    first = next(events)
+    with pytest.raises(AprilError, match="404"):
+        pool.judge("r.1", ["typo"])
+    pool.judge("r.1", [first.id])
+    for event in events:
+        if isinstance(event, RolloutSummary):
+            break
+        pool.judge("r.1", [event.id])
+    assert sorted(delivered_ids(event)) == ["a1", "b1"]
+
+
+def test_a_group_that_a_push_makes_mandatory_is_waited_for() -> None:
+    pool, engines = engine_pool()
+    engines[1].may_finish = 0
+    events = pool.stream(**request("r.1", "a1 a2 b1", 2, previews=True))
+    next(events)
+    engines[1].mandatory = {"b1"}
+    with pool.push():
+        pass
+    engines[1].may_finish = 1
+    with engines[1].changed:
+        engines[1].changed.notify_all()
+    *_, summary = events
+    assert "b1" in delivered_ids(summary)
+
+
+def test_times_ages_and_warnings_are_merged() -> None:
+    parts = [
+        {"duration_s": 1.0, "timeline": [], "t_opened": 5.0, "t_quota_met": None, "t_ended": 9.0, "prolonged": False},
+        {"duration_s": 1.0, "timeline": [], "t_opened": 4.0, "t_quota_met": 7.0, "t_ended": 8.0, "prolonged": True},
+    ]
+    merged = merge_stats([{**parts[0], "warnings": ["a", "b"]}, {**parts[1], "warnings": ["b"]}])
+    assert {name: merged[name] for name in ("t_opened", "t_quota_met", "t_ended", "prolonged", "warnings")} == {
+        "t_opened": 4.0,
+        "t_quota_met": 7.0,
+        "t_ended": 9.0,
+        "prolonged": True,
+        "warnings": ["a", "b"],
+    }
+    carried = [{"tokens": 1, "oldest_staleness": 3, "tokens_by_tier": {"host": 1}}] * 2
+    assert sum_fields(carried) == {"tokens": 2, "oldest_staleness": 3, "tokens_by_tier": {"host": 2}}
 
 
 def test_statistics_are_merged() -> None:

@@ -57,7 +57,8 @@ def test_metadata_without_a_json_form_is_refused(value: Any) -> None:
 
 def test_raw_ids_equal_a_list() -> None:
     raw = np.array([1, 2], "<i4").tobytes()
-    assert accept(one(input_ids=raw), packed=True) == accept(one(input_ids=[1, 2]))
+    both = [accept({**one(input_ids=ids), "round_id": "r"}, packed=True) for ids in (raw, [1, 2])]
+    assert both[0] == both[1]
     assert refuse(one(input_ids=raw[:5]), packed=True).field == "prompts[0].input_ids"
     assert refuse(one(input_ids=b""), packed=True).field == "prompts[0].input_ids"
     negative = np.array([3, -1], "<i4").tobytes()
@@ -66,6 +67,7 @@ def test_raw_ids_equal_a_list() -> None:
 
 def test_fingerprint_ignores_encoding_and_streaming() -> None:
     def fingerprint(body: dict[str, Any], packed: bool = False) -> str:
+        body = {"round_id": "r", **body}
         data = msgspec.msgpack.encode(body) if packed else json.dumps(body).encode()
         return check_rollout(decode_rollout(data, packed), packed)
 
@@ -74,3 +76,13 @@ def test_fingerprint_ignores_encoding_and_streaming() -> None:
     assert fingerprint(one()) == fingerprint({**one(), "run": "default"})
     for other in ({**one(), "quota": 1}, {**one(), "quota": None}, one(metadata=1), one(n=2), one(input_ids=[2])):
         assert fingerprint(one()) != fingerprint(other)
+
+
+def test_a_request_can_be_repeated_with_the_round_id_that_it_was_given() -> None:
+    """An answer of a full disk names it."""
+    body = {"run": "r", "prompts": []}
+    first = decode_rollout(msgspec.json.encode(body), False)
+    digest = check_rollout(first, False)
+    assert first.round_id is not None
+    again = decode_rollout(msgspec.json.encode({**body, "round_id": first.round_id}), False)
+    assert check_rollout(again, False) == digest

@@ -1,8 +1,9 @@
 """How long a client repeats a call whose connection was lost, and what it takes for a lost server."""
 
 import asyncio
+import json
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -130,3 +131,39 @@ def test_a_stream_of_a_server_that_shuts_down_is_continued(stream: Rollout) -> N
         stream(answers(ends), 0)
     with pytest.raises(AprilError, match="500 journal: no"):
         stream(answers(partial(error_event, 500, "journal")), 60)
+
+
+@STREAMS
+def test_a_line_of_a_stream_ends_at_a_newline_only(stream: Rollout) -> None:
+    """JSON strings may contain characters at which Python splits lines, and chunks may end anywhere."""
+    named = {"event": "round", "delivered": [], **REPLY, "round_id": "r\u2028\u2029\x85"}
+    body = f"{json.dumps(named, ensure_ascii=False)}\n".encode()
+
+    class Chunks(httpx.SyncByteStream, httpx.AsyncByteStream):
+        def __iter__(self) -> Iterator[bytes]:
+            yield from (body[i : i + 7] for i in range(0, len(body), 7))
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            for chunk in self:
+                yield chunk
+
+    assert stream(answers(lambda: httpx.Response(200, stream=Chunks())), 0.0) == named["round_id"]
+
+
+@pytest.mark.parametrize("kind", [AprilClient, AsyncAprilClient])
+def test_headers_cookies_and_parameters_of_the_caller_are_sent(kind: Any) -> None:
+    """A proxy may ask for them in every request."""
+    sent: list[httpx.Request] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        sent.append(request)
+        return httpx.Response(200, json=STATE)
+
+    options = {"headers": {"x-proxy": "id"}, "cookies": {"c": "1"}, "params": {"q": "2"}}
+    client = kind("engine:30000", api_key="key", transport=httpx.MockTransport(handle), **options)
+    state = client.state()
+    if kind is AsyncAprilClient:
+        asyncio.run(state)
+    request = sent[-1]
+    assert (request.headers["x-proxy"], request.headers["cookie"], request.url.params["q"]) == ("id", "c=1", "2")
+    assert request.headers["authorization"] == "Bearer key"

@@ -113,6 +113,7 @@ def test_runs_are_separate_and_a_drop_removes_only_named_groups() -> None:
         ({"type": "stop", "matched": ord("c")}, True, "abc"),
         ({"type": "stop", "matched": "bc"}, False, "a"),
         ({"type": "stop", "matched": "bc"}, True, "abc"),
+        ({"type": "stop", "matched": "b"}, True, "ab"),
         ({"type": "stop", "matched": "zz"}, False, "abc"),
         ({"type": "length", "length": 3}, False, "abc"),
         ({"type": "abort", "message": "x"}, False, "abc"),
