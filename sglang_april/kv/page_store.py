@@ -213,7 +213,10 @@ class PageStore:
             for first in range(0, len(slots), step):
                 part = slots[first : first + step]
                 pages = bounce[: page_count(len(part), self._copier.page_tokens)]
-                yield pages, self._copier.gather(part, pages, fence)
+                checksums = self._copier.gather(part, pages, fence)
+                if number in self._discarded:  # its slots may be others' by now, and a restart would find the file
+                    raise LostError("the copy was discarded while it was made")
+                yield pages, checksums
 
         disk.save(key, len(slots), version, chunks())
         self._held[number] = DiskPages(key, len(slots))

@@ -42,3 +42,27 @@ def test_a_copy_that_is_discarded_before_it_is_made_does_not_read_the_pool(tmp_p
     assert rank.outcome(2) == ""
     rank.close()
     assert read == [first.tolist()]
+
+
+def test_a_copy_to_disk_that_is_discarded_while_it_is_made_leaves_no_file(tmp_path: Path) -> None:
+    """The slots belong to another request then. A server that is killed before the order that discards the file would
+    find it after its restart, with right checksums."""
+    rank = RankStore(tmp_path)
+    gather, started, may_go = rank.store._copier.gather, threading.Event(), threading.Event()
+
+    def slow(slots: torch.Tensor, pages: torch.Tensor, fence: Any) -> torch.Tensor:
+        checksums = gather(slots, pages, fence)
+        started.set()
+        assert may_go.wait(10)
+        return checksums
+
+    rank.store._copier.gather = slow  # type: ignore[method-assign]
+    slots = torch.arange(3 * PAGE)
+    rank.store.copy_to_disk(1, 1, slots, KEY, 3)
+    assert started.wait(10)
+    rank.store._discarded.add(1)  # as `discard` does; its order waits behind others
+    rank.fill(slots)
+    may_go.set()
+    assert "discarded" in rank.outcome(1)
+    assert not list(tmp_path.glob("*.kv"))
+    rank.close()

@@ -95,7 +95,7 @@ class PagePool:
         slots = self._allocator.alloc(need)
         if slots is None:
             return False
-        pages.slots = slots[: pages.length].to(torch.int64)
+        pages.slots = slots[: pages.length].to(torch.int64, copy=True)  # a view would keep the whole free list
         return True
 
     @contextlib.contextmanager
