@@ -69,7 +69,7 @@ class AgentTrajectories:
         self._attempt = uuid.uuid4().hex[:6]
         """Part of the names, so that no name of an earlier process or a lost engine recurs."""
         self._failures_in_a_row = 0
-        """Trajectories that failed so far."""
+        """Failures since the last trajectory that succeeded."""
 
     @property
     def prompts(self) -> Collection[str]:

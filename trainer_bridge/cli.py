@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
     except ConfigError as error:
         return _fail(2, str(error))
-    with contextlib.suppress(OSError):  # what is wrong with the folder is said later
+    with contextlib.suppress(OSError):  # the training reports what is wrong with the folder
         Path(config.save).mkdir(parents=True, exist_ok=True)
     with _locked(Path(config.save)) as ours:
         return _train(config) if ours else _fail(2, f"save: {config.save} is in use by another april-train")
@@ -45,21 +45,16 @@ def main(argv: list[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Hold the lock of a run's folder; False if another process holds it. A folder that cannot be locked is ours."""
-    try:
-        lock = (folder / "run.lock").open("w")
-    except OSError:
-        yield True
-        return
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        except OSError:
-            yield True
-        else:
-            yield True
+    """Hold the lock of a run's folder; False if another process holds it. A folder that has no locks counts as ours."""
+    ours = True
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            lock = stack.enter_context((folder / "run.lock").open("w"))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                ours = False
+        yield ours
 
 
 def _train(config: Config) -> int:

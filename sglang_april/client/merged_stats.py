@@ -10,7 +10,9 @@ EXTREMES: Mapping[str, Callable[[Iterable[Any]], Any]] = {
     "oldest_staleness": max,
     "prolonged": any,
 }
+"""How fields are merged that cannot be added up."""
 OBJECTS = ("bytes", "tokens_by_tier")
+"""Fields that are objects of numbers."""
 
 
 def merge_stats(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
