@@ -20,7 +20,7 @@ from typing import Any, Concatenate, ParamSpec, Self
 import httpx
 
 from sglang_april.client.calls import Calls, Exchange, T, push_stays_open
-from sglang_april.client.keep_alive import with_keep_alive, with_options
+from sglang_april.client.keep_alive import with_keep_alive
 from sglang_april.client.retries import LOST, Retries
 from sglang_april.client.streamed_round import StreamedRound, async_lines_of, event, lines_of
 from sglang_april.client.types import RolloutGroup, RolloutSummary
@@ -52,6 +52,13 @@ def _awaitable(call: Call[P, T]) -> Callable[Concatenate["AsyncAprilClient", P],
 
     _described(method, call)
     return method
+
+
+def _with_options(client: httpx.Client | httpx.AsyncClient, request: httpx.Request) -> httpx.Request:
+    """The request with the headers, cookies and parameters that the client was given."""
+    return client.build_request(
+        request.method, request.url, content=request.content, headers=request.headers, extensions=request.extensions
+    )
 
 
 class AprilClient:
@@ -94,7 +101,7 @@ class AprilClient:
             return done.value
 
     def _send(self, request: httpx.Request, *, stream: bool = False) -> httpx.Response:
-        request = with_options(self._http, request)
+        request = _with_options(self._http, request)
         retries = Retries(self._calls, request)
         while True:
             retries.sending()
@@ -191,7 +198,7 @@ class AsyncAprilClient:
             return done.value
 
     async def _send(self, request: httpx.Request, *, stream: bool = False) -> httpx.Response:
-        request = with_options(self._http, request)
+        request = _with_options(self._http, request)
         retries = Retries(self._calls, request)
         while True:
             retries.sending()

@@ -41,12 +41,5 @@ def with_keep_alive(transport: Callable[..., Any], url: str, options: Mapping[st
     return {**options, "transport": transport(socket_options=SOCKET_OPTIONS, **own)}
 
 
-def with_options(client: httpx.Client | httpx.AsyncClient, request: httpx.Request) -> httpx.Request:
-    """The request with the headers, cookies and parameters that the client was given."""
-    return client.build_request(
-        request.method, request.url, content=request.content, headers=request.headers, extensions=request.extensions
-    )
-
-
 def _has_proxy(url: httpx.URL) -> bool:
     return not getproxies().keys().isdisjoint((url.scheme, "all")) and not proxy_bypass(url.host)

@@ -109,7 +109,7 @@ class JournalSnapshot(msgspec.Struct):
     version_damaged: bool = False
     """The record of the policy version is damaged: `version` is the newest one in any other record."""
     lost_replies: list[str] = []
-    """Ids of rounds whose kept reply has a damaged record: the journal does not show whether the caller has received it."""
+    """Ids of rounds whose kept reply has a damaged record. Their callers may have received it or not."""
     lost: int = 0
     """Number of groups among them whose prompt or parameters are damaged: they are never delivered."""
     forgotten: int = 0
