@@ -10,7 +10,6 @@ from sglang_april.api.messages import (
     FinishedSample,
     KeptReply,
     Prompt,
-    Restored,
     RoundEnded,
     RoundSpec,
     SavedTrajectory,
@@ -302,38 +301,3 @@ def _delivered(ended: RoundEnded, known: dict[str, SavedTrajectory]) -> list[Sav
         return [known[name] for name in ended.trajectories]
     except KeyError as error:
         raise CorruptRecordError from error
-
-
-def restored_event(saved: JournalSnapshot, *, unnamed: bool) -> Restored:
-    """The journal's content for the HTTP process; `unnamed`: no round is admitted until the version is named."""
-    warnings = []
-    if saved.corrupt:
-        warnings.append(f"{saved.corrupt} journal records were damaged; their undelivered tokens are generated again")
-    if saved.lost:
-        warnings[0] += f", but {saved.lost} of them were groups, which are lost: submit their prompts again"
-    if saved.lost_replies:
-        ids = ", ".join(saved.lost_replies)
-        warnings.append(f"kept replies with a damaged record are lost: {ids}; submit their prompts again")
-    if saved.forgotten:
-        warnings.append(f"unfinished attached requests forgotten, the oldest beyond {MAX_KEPT}: {saved.forgotten}")
-    done = sorted((row for g in saved.groups for row in _finished(g)), key=lambda row: row[0])
-    return Restored(
-        groups=[(g.run, g.prompt) for g in saved.groups],
-        unjudged=[(g.run, g.prompt.id) for g in saved.groups if g.samples and g.whole and g.accepted is None],
-        finished=[sample for _, sample in done],
-        rounds=[r.spec for r in saved.rounds],
-        replies=saved.replies,
-        gone=saved.gone,
-        unnamed=unnamed,
-        warnings=warnings,
-        trajectories=[t for t in saved.trajectories if t.state in ("active", "done")],
-    )
-
-
-def _finished(group: SnapshotGroup) -> list[tuple[int, FinishedSample]]:
-    """(step, sample) of a group in finish order; the last one completes the group if all others are undamaged."""
-    done = [(s.step, msgspec.structs.replace(s.finished, whole=False)) for s in group.samples if s.finished is not None]
-    done.sort(key=lambda row: row[0])
-    if group.whole:
-        done[-1][1].whole = True
-    return done

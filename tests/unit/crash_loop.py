@@ -20,11 +20,10 @@ import msgspec
 
 from sglang_april.api import messages
 from sglang_april.recovery.journal import Journal, OnWritten
-from sglang_april.recovery.journal_snapshot import restored_event
 from sglang_april.recovery.kv_recovery import KvSearch
 from sglang_april.recovery.schema import Op
 from sglang_april.scheduler.recorder import Recorder
-from sglang_april.scheduler.restore import starting_version
+from sglang_april.scheduler.restore import restored_event, starting_version
 from tests.unit.crash_client import RUNS, CrashClient, PipeMessage
 from tests.unit.crashing_harness import KEPT, restore_tokens
 from tests.unit.recount import recount, samples_of

@@ -9,9 +9,10 @@ from sglang_april.api.messages import FinishedSample, Prompt, Span
 from sglang_april.api.types import ATTACHED
 from sglang_april.recovery import journal_snapshot, schema
 from sglang_april.recovery.journal import Journal
-from sglang_april.recovery.journal_snapshot import Chunk, JournalSnapshot, restored_event
+from sglang_april.recovery.journal_snapshot import Chunk, JournalSnapshot
 from sglang_april.scheduler import attached_journal
 from sglang_april.scheduler.attached_journal import KeptRequests, saved_requests, tokens_of
+from sglang_april.scheduler.restore import restored_event
 
 SPANS = [Span(0, 3, 1, "fresh")]
 

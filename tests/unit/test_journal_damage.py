@@ -8,8 +8,7 @@ import pytest
 
 from sglang_april.recovery import schema
 from sglang_april.recovery.journal import JournalError
-from sglang_april.recovery.journal_snapshot import restored_event
-from sglang_april.scheduler.restore import starting_version
+from sglang_april.scheduler.restore import restored_event, starting_version
 from tests.unit.journal_fixtures import accept, chunk, ended, finish_both, ids, query, read, request, sample, written
 
 

@@ -10,9 +10,10 @@ import pytest
 
 from sglang_april.api import messages
 from sglang_april.http.trajectories import TrajectoryRecords
-from sglang_april.recovery.journal_snapshot import JournalSnapshot, restored_event
+from sglang_april.recovery.journal_snapshot import JournalSnapshot
 from sglang_april.scheduler.attached_journal import saved_requests, tokens_of
 from sglang_april.scheduler.recorder import Recorder
+from sglang_april.scheduler.restore import restored_event
 from tests.unit.crashing_harness import PromptJournal
 from tests.unit.journal_fixtures import query
 from tests.unit.leg_harness import PROMPT, LegHarness

@@ -20,12 +20,12 @@ from sglang_april.config import AprilConfig
 from sglang_april.kv.disk_tier import DiskError, DiskTier
 from sglang_april.kv.kv_pages import StoredKv
 from sglang_april.recovery.journal import Journal, JournalError
-from sglang_april.recovery.journal_snapshot import JournalSnapshot, restored_event
+from sglang_april.recovery.journal_snapshot import JournalSnapshot
 from sglang_april.recovery.kv_recovery import KvSearch, Outcome, combine_outcomes
 from sglang_april.recovery.model_identity import ModelIdentity, vocabulary_digest
 from sglang_april.scheduler.controller import Controller
 from sglang_april.scheduler.recorder import Recorder
-from sglang_april.scheduler.restore import starting_version
+from sglang_april.scheduler.restore import restored_event, starting_version
 from sglang_april.scheduler.state import Sample
 from sglang_april.scheduler.version_clock import UNNAMED
 
