@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -65,32 +66,30 @@ class IntendedError(RuntimeError):
     """What a handler raises on purpose, on all ranks, through SGLang's function to another handler."""
 
 
-def run_handler(row: Hook, handler: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the handler of a hook. What SGLang's own function raises inside an `around` handler is left to SGLang."""
-    stock = _Stock(args[0]) if row.kind == "around" else None
-    try:
-        return handler(*((stock, *args[1:]) if stock is not None else args), **kwargs)
-    except Exception as error:
-        if _Rank.number is None or isinstance(error, IntendedError) or (stock is not None and error is stock.error):
-            raise
-        end(row.handler.partition(":")[2], error)
+def handler_failed(row: Hook, error: Exception, stock: Callable[..., Any] | None = None) -> None:
+    """End the server because the handler of a hook raised; return where the exception is left to SGLang.
+
+    Args:
+        stock: SGLang's function around which the handler is. What it raised itself is left to SGLang.
+    """
+    if _Rank.number is None or isinstance(error, IntendedError) or (stock is not None and _left(stock, error)):
+        return
+    end(row.handler.partition(":")[2], error)
 
 
-class _Stock:
-    """SGLang's function as an `around` handler calls it; records the exception that it raised."""
+def _left(function: Callable[..., Any], error: Exception) -> bool:
+    """Whether an exception left a function: a frame of it is in the traceback.
 
-    __slots__ = ("_function", "error")
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-        self.error: BaseException | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return self._function(*args, **kwargs)
-        except BaseException as error:
-            self.error = error
-            raise
+    Functions that one `def` makes share their code; their closures distinguish them.
+    """
+    code = getattr(function, "__code__", None)
+    cells = getattr(function, "__closure__", None) or ()
+    closure = dict(zip(code.co_freevars, cells, strict=True)) if code is not None else {}
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(
+        frame.f_code is code and all(frame.f_locals.get(name) is cell.cell_contents for name, cell in closure.items())
+        for frame in frames
+    )
 
 
 def _thread_ended(failed: threading.ExceptHookArgs) -> None:

@@ -95,11 +95,27 @@ def _lazy(package: str, row: Hook) -> Callable[..., Any]:
     def resolve() -> Callable[..., Any]:
         return pkgutil.resolve_name(path)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if _disabled:  # an `around` handler calls SGLang's function, and the others may do nothing
-            return args[0](*args[1:], **kwargs) if row.kind == "around" else None
-        return fail_stop.run_handler(row, resolve(), args, kwargs)
+    # Several of these run in every step: each calls its handler directly, and examines exceptions when there is one.
 
+    def beside(*args: Any, **kwargs: Any) -> Any:
+        if _disabled:
+            return None
+        try:
+            return resolve()(*args, **kwargs)
+        except Exception as error:
+            fail_stop.handler_failed(row, error)
+            raise
+
+    def around(stock: Handler, *args: Any, **kwargs: Any) -> Any:
+        if _disabled:
+            return stock(*args, **kwargs)
+        try:
+            return resolve()(stock, *args, **kwargs)
+        except Exception as error:
+            fail_stop.handler_failed(row, error, stock)
+            raise
+
+    call = around if row.kind == "around" else beside
     call.__qualname__ = path
     return call
 

@@ -59,14 +59,25 @@ def test_the_limit_settles_where_more_samples_stop_paying_off(
 
 def test_the_reported_curve_includes_the_steps_that_the_limit_is_based_on() -> None:
     sent: list[messages.Tuned] = []
-    context: Any = SimpleNamespace(needs_tuning=lambda: True)
     batch: Any = SimpleNamespace(reqs=[None] * 48, forward_mode=SimpleNamespace(is_decode=lambda: True))
     times = StepTimes(SimpleNamespace(send=sent.append), 48)  # type: ignore[arg-type]
-    for _ in range(TUNING_STEPS + 1):
-        times.boundary(context)
-        times.launched(batch)
+    for step in range(TUNING_STEPS + 1):
+        times.boundary(step)
+        times.launched(step + 1, batch)
     (tuned,) = sent
     assert [rows for rows, _ in tuned.step_ms] == [48.0]
+
+
+def test_steps_on_both_sides_of_steps_without_a_limit_are_not_compared() -> None:
+    sent: list[messages.Tuned] = []
+    batch: Any = SimpleNamespace(reqs=[None] * 48, forward_mode=SimpleNamespace(is_decode=lambda: True))
+    times = StepTimes(SimpleNamespace(send=sent.append), 48)  # type: ignore[arg-type]
+    for step in range(TUNING_STEPS):
+        times.boundary(step)
+        times.launched(step + 1, batch)
+    assert list(times._tuner._newest)
+    times.boundary(TUNING_STEPS + 7)
+    assert not list(times._tuner._newest)
 
 
 def test_a_smaller_batch_is_tried_once() -> None:

@@ -58,7 +58,9 @@ def test_exception_of_any_hook_ends_the_server(ended: list[Any], monkeypatch: py
 
 def around(handler: Any, orig: Any) -> Any:
     row = Hook("around", "module:handler", ("path",), "why", "when")
-    return fail_stop.run_handler(row, handler, (orig, 1), {"option": 2})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pkgutil, "resolve_name", lambda _: handler)
+        return hooking._lazy(PACKAGE, row)(orig, 1, option=2)
 
 
 def test_exception_of_sglang_inside_a_hook_is_left_to_sglang(ended: list[Any]) -> None:
@@ -77,6 +79,20 @@ def test_exception_of_a_hook_that_handles_one_of_sglang_ends_the_server(ended: l
     with pytest.raises(ServerEndedError):
         around(handler, fails)
     assert isinstance(ended[0][1], ValueError)
+
+
+def test_exception_of_another_function_of_sglang_ends_the_server(ended: list[Any]) -> None:
+    """Functions that were hooked once have wrappers of one code."""
+
+    def wrapped(function: Any) -> Any:
+        return lambda *args, **kwargs: function(*args, **kwargs)
+
+    other = wrapped(fails)
+    with pytest.raises(ServerEndedError):
+        around(lambda *_args, **_kwargs: other(), wrapped(lambda: None))
+    with pytest.raises(RuntimeError, match="reason"):
+        around(lambda orig, *args, **kwargs: orig(*args, **kwargs), other)
+    assert len(ended) == 1
 
 
 def test_weights_that_cannot_be_read_are_no_internal_error(ended: list[Any]) -> None:

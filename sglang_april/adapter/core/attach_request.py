@@ -91,6 +91,8 @@ def attach(obj: Any, headers: Mapping[str, str], default: str | None, *, overlap
         return None
     given = obj.sampling_params or {}
     each = given if isinstance(given, list) else [given]
+    if default is None and HEADERS.isdisjoint(headers) and not any(map(_custom, each)):
+        return None  # names nothing, as most requests of a server without `--april-attach`
     run, trajectory, group, seed = _named_by(headers, each)
     is_part = trajectory is not None or group is not None
     if run is None and default is None:

@@ -73,6 +73,13 @@ HOOKS: tuple[Hook, ...] = (
         "plugins can add message types",
     ),
     Hook(
+        "around",
+        "hooks_scheduler:run_event_loop",
+        (_SCHEDULER + "run_event_loop",),
+        "a forward that fails because ranks run different batches ends with that reason",
+        "upstream compares the batches of its ranks",
+    ),
+    Hook(
         "after",
         "hooks_scheduler:adopt_request",
         ("sglang.srt.managers.schedule_batch.Req.__init__",),
@@ -134,13 +141,6 @@ HOOKS: tuple[Hook, ...] = (
         (_SCHEDULER + "maybe_sleep_on_idle",),
         "an idle loop must not sleep while a sample can start",
         "upstream has a batch quota",
-    ),
-    Hook(
-        "around",
-        "hooks_scheduler:run_batch",
-        (_SCHEDULER + "run_batch",),
-        "a forward that fails because ranks run different batches ends with that reason",
-        "upstream compares the batches of its ranks",
     ),
     Hook(
         "after",

@@ -123,21 +123,32 @@ def adopt_request(_: None, req: Req, *_args: Any, **_kwargs: Any) -> None:
 # --- the loop
 
 
+def run_event_loop(orig: Callable[..., Any], s: Scheduler) -> Any:
+    """AROUND Scheduler.run_event_loop: a collective of batches that differ may fail before their comparison is done."""
+    try:
+        return orig(s)
+    except Exception:
+        if s.april.context.decisions is not None:
+            time.sleep(COMPARISON_S)  # the thread that compares ends the server if there is a difference
+        raise
+
+
 def next_batch(orig: Callable[..., Any], s: Scheduler, *args: Any, **kwargs: Any) -> Any:
     """AROUND Scheduler.get_next_batch_to_run: the step boundary."""
     shape.enter_step(s, *args, **kwargs)
     context = s.april.context
-    if Process.step_times is not None:
-        Process.step_times.boundary(context)
     if CHECK:
         check_accounting(s, [x.kv.pages for x in context.ledger.with_kv() if x.kv.pages is not None])
+    times = Process.step_times if context.needs_tuning() else None
+    if times is not None:
+        times.boundary(context.step)
     context.flushing = s.flush_wrapper._pending is not None
     s.april.before_step()
     plan = shape.next_batch(orig, s)
-    if Process.step_times is not None:
-        Process.step_times.launched(shape.batch_of(plan))
-    if (decisions := s.april.context.decisions) is not None:
-        _compare_decisions(s.april.context.step, decisions)
+    if times is not None:
+        times.launched(context.step, shape.batch_of(plan))
+    if context.decisions is not None:
+        _compare_decisions(context.step, context.decisions)
     return plan
 
 
@@ -150,23 +161,13 @@ def _compare_decisions(step: int, decisions: Decisions) -> None:
         Process.digest_file.flush()
 
 
-def run_batch(orig: Callable[..., Any], s: Scheduler, *args: Any, **kwargs: Any) -> Any:
-    """AROUND Scheduler.run_batch: a collective of batches that differ may fail before their comparison is done."""
-    try:
-        return orig(s, *args, **kwargs)
-    except Exception:
-        if s.april.context.decisions is not None:
-            time.sleep(COMPARISON_S)  # the thread that compares ends the server if there is a difference
-        raise
-
-
 def resume_or_prefill(orig: Callable[..., Any], s: Scheduler, *args: Any, **kwargs: Any) -> Any:
     """AROUND Scheduler.get_new_batch_prefill: stored samples join instead of it; legs in it get their stored KV."""
     shape.enter_prefill(s, *args, **kwargs)
     if s.april.resume():
         return shape.no_prefill(s)
     plan = shape.prefill(orig, s)
-    if (batch := shape.batch_of(plan)) is not None:
+    if s.april.context.ledger.runs and (batch := shape.batch_of(plan)) is not None:
         _launch_legs(s.april, batch)
     return plan
 
