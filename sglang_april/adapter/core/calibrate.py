@@ -32,22 +32,29 @@ log = logging.getLogger("sglang_april")
 
 
 def measure(s: Scheduler, store: PageStore, budgets: dict[CopyTier, int], rank_bytes_per_token: int) -> Rates | None:
-    """Measure on all ranks. Returns None, and logs why, if one of them failed: `kv: auto` then keeps everything.
+    """Measure on all ranks. Returns None, and logs why, if a single rank fails: `kv: auto` then keeps everything.
 
     Args:
         budgets: tokens that each tier may hold.
         rank_bytes_per_token: bytes of one token in this rank's part of the KV.
+
+    Raises:
+        Exception: this rank failed, of several. The others wait for it in a collective of the model, so that only the
+            end of the server ends them.
     """
+    ranks = shape.tp_size(s)
     try:
         found = _rates(s, store, budgets, rank_bytes_per_token)
     except Exception:
+        if ranks > 1:
+            raise
         log.exception("april: kv auto keeps everything, because its rates could not be measured")
-        found = None
-    ranks: list[Rates | None] = [found] * shape.tp_size(s)
-    if shape.tp_size(s) > 1:
-        torch.distributed.all_gather_object(ranks, found, group=s.tp_cpu_group)
-    known = [rank for rank in ranks if rank is not None]
-    return slowest_rank(known) if len(known) == len(ranks) else None
+        return None
+    if ranks == 1:
+        return found
+    gathered: list[Rates] = [found] * ranks
+    torch.distributed.all_gather_object(gathered, found, group=s.tp_cpu_group)
+    return slowest_rank(gathered)
 
 
 def _rates(s: Scheduler, store: PageStore, budgets: dict[CopyTier, int], size: int) -> Rates:
