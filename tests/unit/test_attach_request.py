@@ -199,7 +199,9 @@ def test_an_answer_contains_the_description_unless_it_is_a_legs() -> None:
 
     def finished(rid: str, leg: object) -> Any:
         sample = SimpleNamespace(rid=rid, group=SimpleNamespace(leg=leg))
-        return SimpleNamespace(april=sample, output_ids=[5, 6], finished_reason=FINISH_LENGTH(2), april_described=False)
+        return SimpleNamespace(
+            april=sample, output_ids_through_stop=[5, 6], finished_reason=FINISH_LENGTH(2), april_described=False
+        )
 
     alone, leg = finished("a", None), finished("b", object())
     with described(runs, [alone, leg]):
@@ -268,6 +270,7 @@ def test_the_warm_up_is_not_attached(monkeypatch: pytest.MonkeyPatch) -> None:
     manager: Any = SimpleNamespace(
         april=SimpleNamespace(config=SimpleNamespace(attach="default")),
         server_args=SimpleNamespace(disable_overlap_schedule=True),
+        preferred_sampling_params=None,
         server_status=ServerStatus.Starting,
     )
     over_http: Any = SimpleNamespace(headers={})
@@ -284,6 +287,7 @@ def test_a_refused_stream_is_not_aborted(monkeypatch: pytest.MonkeyPatch) -> Non
     manager: Any = SimpleNamespace(
         april=SimpleNamespace(config=SimpleNamespace(attach=None)),
         server_args=SimpleNamespace(disable_overlap_schedule=True),
+        preferred_sampling_params=None,
         server_status=ServerStatus.Up,
         abort_request=aborted.append,
     )

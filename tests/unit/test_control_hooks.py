@@ -147,7 +147,9 @@ def test_memory_that_is_released_already_is_not_released_again() -> None:
         released=set(),
     )
     lock = SimpleNamespace(stock=0, writer_lock=nullcontext())
-    manager = SimpleNamespace(is_pause=False, april=april, model_update_lock=lock, rid_to_state={})
+    manager = SimpleNamespace(
+        is_pause=False, april=april, model_update_lock=lock, rid_to_state={}, server_args=SimpleNamespace()
+    )
 
     async def release(*tags: str) -> None:
         async def original(_manager: Any, obj: Any, _request: Any) -> None:

@@ -3,6 +3,7 @@ are supported, and why. A release need not have all of them."""
 
 from typing import Any
 
+from sglang_april import config
 from sglang_april.adapter.refusals import Rule, accept, accept_only, refuse, refuse_if
 
 
@@ -12,6 +13,10 @@ def _at_most_one(value: Any, _: Any) -> bool:
 
 def _preempts_on_one_rank(value: Any, args: Any) -> bool:
     return not value or args.tp_size <= 1 or bool(getattr(args, "disable_priority_preemption", False))
+
+
+def _attaches_no_others(value: Any, _: Any) -> bool:
+    return not value or config.load().attach is None
 
 
 def _without_priorities(_value: Any, args: Any) -> bool:
@@ -297,8 +302,14 @@ ARGUMENTS: tuple[Rule, ...] = (
         msprobe_dump_config""",
         LOGGING,
     ),
+    refuse_if(
+        "warmups",
+        _attaches_no_others,
+        "with `--april-attach`",
+        "its requests would be attached to the run, and could wait for weights before the server serves",
+    ),
     accept(
-        """host port fastapi_root_path grpc_port sidecar sidecar_args detokenizer_worker_num skip_server_warmup warmups
+        """host port fastapi_root_path grpc_port sidecar sidecar_args detokenizer_worker_num skip_server_warmup
         ssl_keyfile ssl_certfile ssl_ca_certs ssl_keyfile_password enable_ssl_refresh api_key admin_api_key
         served_model_name chat_template hf_chat_template_name completion_template
         file_storage_path enable_cache_report reasoning_parser default_chat_template_kwargs

@@ -76,21 +76,33 @@ def attachment_of(custom_params: Any) -> Attachment | None:
     return Attachment(custom_params[RUN], custom_params.get(TRAJECTORY), custom_params.get(GROUP))
 
 
-def attach(obj: Any, headers: Mapping[str, str], default: str | None, *, overlap: bool = False) -> Attachment | None:
+class AuditRequest(GenerateReqInput):
+    """A request of the plugin's own audit, which belongs to no run."""
+
+
+def attach(
+    obj: Any,
+    headers: Mapping[str, str],
+    default: str | None,
+    *,
+    overlap: bool = False,
+    preferred: Mapping[str, Any] | None = None,
+) -> Attachment | None:
     """Decide whether a request is attached, and write that into its parameters, which reach the scheduler.
 
     Args:
         default: the run of `--april-attach`.
         overlap: whether the scheduler runs its overlap loop.
+        preferred: `--preferred-sampling-params`, which SGLang adds later to what the request sets itself.
 
     Raises:
         ValueError: the request is to be attached, but names no run, or sets a field whose effect would not survive a
             suspend.
     """
-    if not isinstance(obj, GenerateReqInput):
+    if not isinstance(obj, GenerateReqInput) or isinstance(obj, AuditRequest):
         return None
-    given = obj.sampling_params or {}
-    each = given if isinstance(given, list) else [given]
+    preferred = preferred or {}
+    each = _merged(obj, preferred)
     if default is None and HEADERS.isdisjoint(headers) and not any(map(_custom, each)):
         return None  # names nothing, as most requests of a server without `--april-attach`
     run, trajectory, group, seed = _named_by(headers, each)
@@ -98,12 +110,12 @@ def attach(obj: Any, headers: Mapping[str, str], default: str | None, *, overlap
     if run is None and default is None:
         if is_part:
             raise ValueError(f"{GROUP if trajectory is None else TRAJECTORY}: needs {RUN}")
-        _mark(obj, [None] * len(KEYS))  # the scheduler trusts what it reads there
+        _mark(obj, [None] * len(KEYS), preferred)  # the scheduler trusts what it reads there
         return None
     problem = _problem(obj) or (_penalty(each) if overlap else "")
     problem = problem or (_leg_problem(obj, each) if trajectory is not None else "")
     if run is None and not is_part and (problem or str(obj.rid).startswith(HEALTH_CHECK_RID_PREFIX)):
-        _mark(obj, [None] * len(KEYS))
+        _mark(obj, [None] * len(KEYS), preferred)
         return None
     if not all(isinstance(params, dict) for params in each):
         problem = "sampling_params: must be an object, or one per request of a batch"
@@ -115,7 +127,7 @@ def attach(obj: Any, headers: Mapping[str, str], default: str | None, *, overlap
         if value is not None and not (isinstance(value, str) and 0 < len(value) <= MAX_NAME and "\0" not in value):
             raise ValueError(f"{key}: must be a string of 1 to {MAX_NAME} characters")
     attachment = Attachment(run or default or "", trajectory, group)
-    _mark(obj, (*attachment, _seed(seed, each)))
+    _mark(obj, (*attachment, _seed(seed, each)), preferred)
     return attachment
 
 
@@ -147,6 +159,13 @@ def is_attached(obj: Any) -> bool:
     return isinstance(params, dict) and attachment_of(params.get("custom_params")) is not None
 
 
+def _merged(obj: GenerateReqInput, preferred: Mapping[str, Any]) -> list[Any]:
+    """The parameters of each request of `obj` as SGLang will merge them."""
+    given = obj.sampling_params or {}
+    each = given if isinstance(given, list) else [given]
+    return [{**preferred, **one} if isinstance(one, dict) else one for one in each] if preferred else each
+
+
 def _custom(params: Any) -> dict[str, Any]:
     custom = params.get("custom_params") if isinstance(params, dict) else None
     return custom if isinstance(custom, dict) else {}
@@ -167,16 +186,18 @@ def _named(each: list[Any], key: str) -> Any:
     return names[0] if names else None
 
 
-def _mark(obj: GenerateReqInput, values: Sequence[str | int | None]) -> None:
+def _mark(obj: GenerateReqInput, values: Sequence[str | int | None], preferred: Mapping[str, Any]) -> None:
     """Write the values of `KEYS` into a request's parameters, or take them out where they are None."""
     given = obj.sampling_params or {}
-    obj.sampling_params = [_marked(one, values) for one in given] if isinstance(given, list) else _marked(given, values)
+    each = [_marked(one, values, preferred) for one in (given if isinstance(given, list) else [given])]
+    obj.sampling_params = each if isinstance(given, list) else each[0]
 
 
-def _marked(params: Any, values: Sequence[str | int | None]) -> Any:
-    custom = {key: value for key, value in _custom(params).items() if key not in KEYS}
+def _marked(params: Any, values: Sequence[str | int | None], preferred: Mapping[str, Any]) -> Any:
+    now = _custom({**preferred, **params} if isinstance(params, dict) else params)
+    custom = {key: value for key, value in now.items() if key not in KEYS}
     custom |= {key: value for key, value in zip(KEYS, values, strict=True) if value is not None}
-    return params if custom == _custom(params) else {**params, "custom_params": custom or None}
+    return params if custom == now else {**params, "custom_params": custom or None}
 
 
 def _leg_problem(obj: GenerateReqInput, each: list[Any]) -> str:

@@ -15,7 +15,6 @@ import numpy as np
 from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, BaseFinishReason, Req
 from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_april.adapter.core.attach_request import DESCRIPTION, attachment_of, seed_of
 from sglang_april.adapter.shapes.installed import shape
@@ -45,7 +44,7 @@ def begin_attached(orig: Callable[..., Any], s: Scheduler, recv_req: TokenizedGe
         params.sampling_seed = seed_of(params.custom_params, trajectory or recv_req.rid, ids)
     sample = attached.begin(run, recv_req.rid, ids, _params(recv_req), trajectory, group)
     if s.april.context.audited:
-        sample.group.prompt.rescore = _rescore(recv_req.sampling_params)
+        sample.group.prompt.rescore = _rescore(s, recv_req)
     s.april.context.engine.create(sample, lambda: orig(s, recv_req))
     if sample.journal.answered is not None and sample.request is not None:
         _answer_again(s, sample)
@@ -73,8 +72,11 @@ def _params(recv_req: TokenizedGenerateReqInput) -> bytes:
     return msgspec.msgpack.encode(asked, order="deterministic")
 
 
-def _rescore(params: SamplingParams) -> float | str:
-    return rescore(Params(0, msgspec.structs.asdict(params)))
+def _rescore(s: Scheduler, recv_req: TokenizedGenerateReqInput) -> float | str:
+    """The temperature at which the audit rescores the request, or why it does not."""
+    if recv_req.require_reasoning and shape.resolved(s.server_args).enable_strict_thinking:
+        return "thinking_budget"
+    return rescore(Params(0, msgspec.structs.asdict(recv_req.sampling_params)))
 
 
 class SavedReason(BaseFinishReason):
@@ -121,7 +123,7 @@ def described(attached: Attached, reqs: list[Req]) -> Iterator[None]:
     """
     alone = [req for req in reqs if req.april.group.leg is None]
     for req in alone:
-        description = attached.description(req.april, len(req.output_ids))
+        description = attached.description(req.april, len(req.output_ids_through_stop))
         req.finished_reason, req.april_described = DescribedReason(req.finished_reason, description), True
     yield
     for req in alone:
@@ -168,5 +170,7 @@ def answer_aborted(s: Scheduler, req: Req) -> None:
     if not req.output_ids:
         s.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=req.rid), None)
         return
+    stats = req.time_stats
+    stats.forward_entry_time = stats.forward_entry_time or stats.last_forward_entry_time  # a suspend has set it to 0
     req.finished_reason = FINISH_ABORT()
     s.output_streamer.stream_output([req], req.return_logprob)

@@ -6,11 +6,11 @@ import sys
 import uuid
 from typing import Any
 
-from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_april import config
+from sglang_april.adapter.core.attach_request import AuditRequest
 from sglang_april.adapter.core.encoded_params import encode_params
 from sglang_april.adapter.core.envelope import AprilOutput, AprilReq
 from sglang_april.adapter.core.hooks_attached import PassableLock
@@ -46,7 +46,7 @@ class SGLangFrontend:
             has_tokenizer=manager.tokenizer is not None,
             priority=args.enable_priority_scheduling,
             overlap=not args.disable_overlap_schedule,
-            grammar=args.grammar_backend != "none",
+            grammar=args.grammar_backend != "none" and not args.skip_tokenizer_init,
             dtype=str(manager.model_config.dtype).removeprefix("torch."),
             preferred=manager.preferred_sampling_params or None,
             model=_model(manager),
@@ -98,7 +98,7 @@ class SGLangFrontend:
         params: dict[str, Any] = {"max_new_tokens": 1}
         if temperature != 1:
             params["custom_params"] = {RESCORE: temperature}
-        request = GenerateReqInput(
+        request = AuditRequest(
             rid=rid,
             input_ids=ids,
             sampling_params=params,

@@ -63,7 +63,7 @@ def generate(original: Callable[..., Any], manager: Any, obj: Any, request: Any 
     default = None if warms_up else manager.april.config.attach
     overlap = not shape.resolved(manager.server_args).disable_overlap_schedule
     try:
-        attachment = attach(obj, headers, default, overlap=overlap)
+        attachment = attach(obj, headers, default, overlap=overlap, preferred=manager.preferred_sampling_params)
     except ValueError:
         obj.is_single, obj.rid = False, []  # what SGLang aborts two seconds after the end of a stream
         raise

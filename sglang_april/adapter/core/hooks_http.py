@@ -4,12 +4,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, HEALTH_CHECK_RID_PREFIX
+from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, GPU_MEMORY_TYPE_WEIGHTS, HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_april.adapter.core import frontend, harmful_values, hooks_attached
 from sglang_april.adapter.core.request import RESERVED_RID
 from sglang_april.adapter.core.shutdown import ShutdownHandler
+from sglang_april.adapter.shapes.installed import shape
 
 Original = Callable[..., Awaitable[Any]]
 
@@ -116,6 +117,9 @@ async def release_when_idle(original: Original, manager: Any, obj: Any, request:
         ValueError: a tag is unknown, which SGLang would accept, or the server is busy. SGLang's route answers 400.
     """
     tags = _tags(obj)
+    mode = getattr(shape.resolved(manager.server_args), "weight_cache_mode", "off")
+    if GPU_MEMORY_TYPE_WEIGHTS in tags and mode != "off":
+        raise ValueError(f"tags: weights cannot be released with --weight-cache-mode {mode}, which shares their memory")
     if unknown := sorted(tags - set(GPU_MEMORY_ALL_TYPES)):
         raise ValueError(f"tags: {', '.join(unknown)} is not one of {', '.join(GPU_MEMORY_ALL_TYPES)}")
     await manager.april.restored_state.ready()

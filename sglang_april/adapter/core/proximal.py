@@ -20,6 +20,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_april.adapter.core.host_to_device import to_device
 from sglang_april.adapter.shapes.installed import shape
+from sglang_april.http.validation import GRAMMARS
 from sglang_april.scheduler.state import Proximal, Sample
 
 RESCORE = "april_rescore"
@@ -30,7 +31,13 @@ CHUNK_ROWS = 512
 
 def is_eligible(req: Req) -> bool:
     """Whether the sampling distribution depends only on logits, bias and temperature."""
-    return not is_penalised(req.sampling_params) and req.grammar is None
+    return not is_penalised(req.sampling_params) and not _is_constrained(req)
+
+
+def _is_constrained(req: Req) -> bool:
+    """Whether a grammar masks logits: `--enable-strict-thinking` gives every request one, which masks none unless the
+    request asks for reasoning."""
+    return req.grammar is not None and (req.require_reasoning or any(getattr(req.sampling_params, g) for g in GRAMMARS))
 
 
 def is_penalised(params: SamplingParams) -> bool:

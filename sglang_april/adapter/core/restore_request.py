@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.managers.scheduler import Scheduler
 
 from sglang_april.adapter.core.request import versioned_key
@@ -90,7 +90,14 @@ def make_request(s: Scheduler, create: Create, sample: Sample) -> Req | None:
 
 
 def advance_grammar(req: Req) -> None:
-    """Advance the grammar of a restored request, once compiled, past the tokens of earlier legs."""
-    if req.grammar is not None:
+    """Advance the grammar of a restored request, once compiled, past the tokens of earlier legs.
+
+    A grammar that does not accept them ends the request, as one does that SGLang advances.
+    """
+    if req.grammar is None:
+        return
+    try:
         for token in req.output_ids:
             req.grammar.accept_token(token)
+    except ValueError as error:
+        req.to_finish = FINISH_ABORT(f"the grammar does not accept the tokens before the restart: {error}")
