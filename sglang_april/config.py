@@ -1,4 +1,4 @@
-"""The `--april-*` flags: one table that drives the command line, the environment and the validation.
+"""The `--april-*` flags: one class that drives the command line, the environment and the validation.
 
 The environment variable `SGLANG_APRIL` (a JSON object, one key per flag) is what SGLang's processes share: the
 plugin writes the parsed flags there before any child starts, and every process reads them back with `load()`.
@@ -27,6 +27,7 @@ from sglang_april.flag_values import (
     name,
     path,
     seconds,
+    setting,
     suggestion,
     switch,
     text,
@@ -48,36 +49,110 @@ CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/
 
 @dataclass(frozen=True)
 class AprilConfig:
-    """The settings of one server, the same in all of its processes."""
+    """The settings of one server, the same in all of its processes. Each field is a flag."""
 
-    quota: int | None = None
-    quota_unit: str = "group"
-    kv: KvPolicy = "auto"
-    max_staleness: int = 5
-    host_gb: float | None = None
+    quota: int | None = setting(None, whole(1), "N", "groups (or samples) that end a round whose request has no quota")
+    quota_unit: str = setting("group", choice("group", "sample"), "{group,sample}", "what a quota counts and delivers")
+    kv: KvPolicy = setting(
+        "auto",
+        choice("keep", "recompute", "auto"),
+        "{keep,recompute,auto}",
+        "continue partials on their stored KV, prefill them again under new weights, or (auto) whichever is faster",
+    )
+    max_staleness: int = setting(
+        5, whole(0), "N", "policy versions a group may fall behind before a round must finish it"
+    )
+    host_gb: float | None = setting(
+        None,
+        gigabytes,
+        "GB",
+        "host memory for KV of partials, of all ranks together (default, on each machine: a quarter of its memory, "
+        "or of the container's limit, "
+        "divided by --april-servers-per-machine, and at most 64 GB)",
+    )
     """None: see `default_host_bytes`."""
-    servers_per_machine: int = 1
-    disk_dir: str | None = None
-    disk_gb: float = 0.0
-    kv_pages: str = "full"
-    carry_tokens: int = 100_000_000
-    replies: int = 2
-    reply_gb: float = 4.0
-    max_body_mb: int = 64
-    concurrency: int | Literal["auto"] | None = None
-    attach: str | None = None
-    model: str | None = None
-    park_gb: float | None = None
+    servers_per_machine: int = setting(
+        1, whole(1), "N", "servers that share this machine's memory, for the default of --april-host-gb (default: 1)"
+    )
+    disk_dir: str | None = setting(
+        None, directory, "DIR", "directory of the disk tier, for this server alone (default: no disk tier)"
+    )
+    disk_gb: float = setting(0.0, gigabytes, "GB", "size of the disk tier")
+    kv_pages: str = setting(
+        "full",
+        choice("full", "int8"),
+        "{full,int8}",
+        "format of pages in the host and disk tiers; int8 is lossy and takes about half the bytes (default: full)",
+    )
+    carry_tokens: int = setting(
+        100_000_000, whole(1), "N", "limit of undelivered output tokens, above which new prompts are refused"
+    )
+    replies: int = setting(2, whole(1), "N", "replies kept per run, for repeated requests with the same round_id")
+    reply_gb: float = setting(
+        4.0, gigabytes, "GB", "memory for replies that wait for their ack, and the same amount for all other replies"
+    )
+    max_body_mb: int = setting(
+        64, whole(1, MAX_BODY_MB), "MB", "largest body of a request in MiB (default: 64); others get 413"
+    )
+    concurrency: int | Literal["auto"] | None = setting(
+        None,
+        concurrency,
+        "{N,auto}",
+        "samples of one run that run at the same time (default: all slots; auto: found from measured step times)",
+    )
+    attach: str | None = setting(
+        None,
+        name,
+        "RUN",
+        "run of requests to SGLang's own routes that give no run (default: such requests belong to no run)",
+    )
+    model: str | None = setting(
+        None,
+        text,
+        "PATH",
+        "activate the plugin only if --model-path is PATH; other servers stay plain SGLang (for SGLANG_APRIL in the "
+        "environment of a job with several servers)",
+    )
+    park_gb: float | None = setting(
+        None,
+        gigabytes,
+        "GB",
+        "KV that ended legs of trajectories keep for the next ones, on all tiers together (default: no such limit)",
+    )
     """None: no limit but those of the tiers."""
-    version: int | None = None
-    journal: str | None = None
-    journal_sync: str = "normal"
-    journal_interval: int = 256
-    audit: int = 0
-    audit_tolerance: float | None = None
-    audit_strict: bool = False
-    shutdown_s: float = 30.0
-    cpu_pace: str | None = None
+    version: int | None = setting(
+        None,
+        whole(0, 2**62),
+        "N",
+        "policy version of the weights at start (default: 0, or unnamed after a restart with a journal)",
+    )
+    journal: str | None = setting(None, path, "PATH", "journal file, from which a restarted server restores its state")
+    journal_sync: str = setting(
+        "normal",
+        choice("normal", "full"),
+        "{normal,full}",
+        "what the journal survives: the death of the process (normal) or also a loss of power (full)",
+    )
+    shutdown_s: float = setting(30.0, seconds, "S", "time after SIGTERM to store KV, close the journal and end")
+    journal_interval: int = setting(256, whole(1), "N", "output tokens of a running sample between two journal records")
+    audit: int = setting(
+        0, whole(0), "N", "samples of each policy version that a plain prefill rescores (default: 0, none)"
+    )
+    audit_tolerance: float | None = setting(
+        None,
+        difference,
+        "X",
+        "difference of logprobs that counts as noise (default: 0.001 for float32 weights, 0.1 otherwise)",
+    )
+    cpu_pace: str | None = setting(
+        None,
+        path,
+        "FILE",
+        "CPU platform only: a table of step times; forwards end no earlier than on the GPU that it describes",
+    )
+    audit_strict: bool = setting(
+        False, switch, "", "refuse new rounds after a finding, until it is acknowledged", switch=True
+    )
 
     def host_bytes(self, ranks: int, local_ranks: int) -> int:
         """The cap of the host tier in bytes, of all ranks together; `local_ranks` of them run on this machine."""
@@ -101,108 +176,7 @@ class AprilConfig:
         return self.max_body_mb * BYTES_PER_MB
 
 
-FLAGS: tuple[Flag, ...] = (
-    Flag("quota", whole(1), "N", "groups (or samples) that end a round whose request has no quota"),
-    Flag("quota_unit", choice("group", "sample"), "{group,sample}", "what a quota counts and delivers"),
-    Flag(
-        "kv",
-        choice("keep", "recompute", "auto"),
-        "{keep,recompute,auto}",
-        "continue partials on their stored KV, prefill them again under new weights, or (auto) whichever is faster",
-    ),
-    Flag("max_staleness", whole(0), "N", "policy versions a group may fall behind before a round must finish it"),
-    Flag(
-        "host_gb",
-        gigabytes,
-        "GB",
-        "host memory for KV of partials, of all ranks together (default, on each machine: a quarter of its memory, "
-        "or of the container's limit, "
-        "divided by --april-servers-per-machine, and at most 64 GB)",
-    ),
-    Flag(
-        "servers_per_machine",
-        whole(1),
-        "N",
-        "servers that share this machine's memory, for the default of --april-host-gb (default: 1)",
-    ),
-    Flag("disk_dir", directory, "DIR", "directory of the disk tier, for this server alone (default: no disk tier)"),
-    Flag("disk_gb", gigabytes, "GB", "size of the disk tier"),
-    Flag(
-        "kv_pages",
-        choice("full", "int8"),
-        "{full,int8}",
-        "format of pages in the host and disk tiers; int8 is lossy and takes about half the bytes (default: full)",
-    ),
-    Flag("carry_tokens", whole(1), "N", "limit of undelivered output tokens, above which new prompts are refused"),
-    Flag("replies", whole(1), "N", "replies kept per run, for repeated requests with the same round_id"),
-    Flag(
-        "reply_gb",
-        gigabytes,
-        "GB",
-        "memory for replies that wait for their ack, and the same amount for all other replies",
-    ),
-    Flag("max_body_mb", whole(1, MAX_BODY_MB), "MB", "largest body of a request in MiB (default: 64); others get 413"),
-    Flag(
-        "concurrency",
-        concurrency,
-        "{N,auto}",
-        "samples of one run that run at the same time (default: all slots; auto: found from measured step times)",
-    ),
-    Flag(
-        "attach",
-        name,
-        "RUN",
-        "run of requests to SGLang's own routes that give no run (default: such requests belong to no run)",
-    ),
-    Flag(
-        "model",
-        text,
-        "PATH",
-        "activate the plugin only if --model-path is PATH; other servers stay plain SGLang (for SGLANG_APRIL in the "
-        "environment of a job with several servers)",
-    ),
-    Flag(
-        "park_gb",
-        gigabytes,
-        "GB",
-        "KV that ended legs of trajectories keep for the next ones, on all tiers together (default: no such limit)",
-    ),
-    Flag(
-        "version",
-        whole(0, 2**62),
-        "N",
-        "policy version of the weights at start (default: 0, or unnamed after a restart with a journal)",
-    ),
-    Flag(
-        "journal",
-        path,
-        "PATH",
-        "journal file, from which a restarted server restores its state",
-    ),
-    Flag(
-        "journal_sync",
-        choice("normal", "full"),
-        "{normal,full}",
-        "what the journal survives: the death of the process (normal) or also a loss of power (full)",
-    ),
-    Flag("shutdown_s", seconds, "S", "time after SIGTERM to store KV, close the journal and end"),
-    Flag("journal_interval", whole(1), "N", "output tokens of a running sample between two journal records"),
-    Flag("audit", whole(0), "N", "samples of each policy version that a plain prefill rescores (default: 0, none)"),
-    Flag(
-        "audit_tolerance",
-        difference,
-        "X",
-        "difference of logprobs that counts as noise (default: 0.001 for float32 weights, 0.1 otherwise)",
-    ),
-    Flag(
-        "cpu_pace",
-        path,
-        "FILE",
-        "CPU platform only: a table of step times; forwards end no earlier than on the GPU that it describes",
-    ),
-    Flag("audit_strict", switch, "", "refuse new rounds after a finding, until it is acknowledged", switch=True),
-)
-
+FLAGS: tuple[Flag, ...] = tuple(Flag(field.name, **field.metadata) for field in dataclasses.fields(AprilConfig))
 _BY_FIELD = {flag.field: flag for flag in FLAGS}
 _NEEDS = {"audit_tolerance": "audit", "audit_strict": "audit", "journal_sync": "journal", "journal_interval": "journal"}
 """Settings that have no effect without another."""

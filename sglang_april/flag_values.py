@@ -3,6 +3,7 @@
 Each parser raises ValueError; the message continues "--flag …".
 """
 
+import dataclasses
 import difflib
 import math
 import os
@@ -28,7 +29,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Flag:
-    """One row of the table: a field of `AprilConfig`, its parser and its help text."""
+    """A field of `AprilConfig`, its parser and its help text."""
 
     field: str
     parse: Callable[[Any], Any]
@@ -63,6 +64,12 @@ class Flag:
             return self.parse(value)
         except ValueError as error:
             raise ConfigError(f"{self.option} {error}, not {value!r}") from None
+
+
+def setting(default: Any, parse: Callable[[Any], Any], metavar: str, text: str, *, switch: bool = False) -> Any:
+    """A field of `AprilConfig` with its default, and the other fields of its `Flag`."""
+    described = {"parse": parse, "metavar": metavar, "help": text, "switch": switch}
+    return dataclasses.field(default=default, metadata=described)
 
 
 def _as_typed(value: Any) -> str:

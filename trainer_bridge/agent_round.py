@@ -1,12 +1,13 @@
 """One round of agents: its request to the engine, and what happens to it until its reply."""
 
 import queue
-import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_april.client import AprilClient, RolloutReply
+from sglang_april.client.follow import follow
 
 OPEN_POLL_S = 0.02
 """Seconds between two queries whether a round is open at the engine."""
@@ -36,14 +37,12 @@ class AgentRound:
 
         No agent may begin before the engine has the round.
         """
-        threading.Thread(target=self._request, args=(client, body), daemon=True, name="round").start()
+
+        def reply() -> Iterator[RolloutReply]:
+            yield client.rollout(**body)
+
+        follow(reply(), self.events.put, "round")
         while self.events.empty():
             if any(row["round_id"] == self.id for row in client.state()["rounds"]):
                 return
             time.sleep(OPEN_POLL_S)
-
-    def _request(self, client: AprilClient, body: dict[str, Any]) -> None:
-        try:
-            self.events.put(client.rollout(**body))
-        except BaseException as error:  # noqa: BLE001 - raised where the events are read
-            self.events.put(error)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_april.client import AprilClient, AprilError, ServerLostError, attach
+from sglang_april.client import AprilClient, AprilError, attach
 from trainer_bridge.agent_runner import AgentRunner
 from trainer_bridge.agents import AgentFinished, AgentTask, StartAgent
 from trainer_bridge.rewards import TrainingPrompt
@@ -21,8 +21,6 @@ ATTEMPTS = 2
 """Attempts at a trajectory before its group is given up."""
 FAILURES_IN_A_ROW = 32
 """Number of consecutive failed trajectories that ends the run, because its agent always fails."""
-CALL_ATTEMPTS = 3
-"""A server may close an idle connection just as a call is sent. Repeating these calls is harmless."""
 
 
 @dataclass(slots=True, eq=False)
@@ -191,7 +189,7 @@ class AgentTrajectories:
             for index in indices
         }
         try:
-            self._call(lambda: self._client.done(self.run, ends))
+            self._client.done(self.run, ends)
         except AprilError as error:
             if error.status != 404:
                 raise
@@ -217,18 +215,9 @@ class AgentTrajectories:
         """Delete trajectories at the engine, which then refuses their requests, even the first one."""
         for name in names:
             try:
-                self._call(lambda name=name: self._client.done(self.run, reject=[name]))  # type: ignore[misc]
+                self._client.done(self.run, reject=[name])
             except AprilError as error:
                 if error.status != 404:  # an engine that was restarted without a journal does not know the run
-                    raise
-
-    def _call(self, call: Callable[[], Any]) -> None:
-        for attempts_left in reversed(range(CALL_ATTEMPTS)):
-            try:
-                call()
-                return
-            except ServerLostError:
-                if not attempts_left:
                     raise
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from sglang_april.client import AprilClient, AprilError, ServerLostError
+from sglang_april.client import AprilClient, AprilError, RoundLostError, ServerLostError
 from trainer_bridge.checkpoints import Checkpoints
 from trainer_bridge.config import Config
 from trainer_bridge.handshake import EngineUnreachableError, check_colocated
@@ -24,7 +24,14 @@ from trainer_bridge.trainer import PARTS, Trainer
 
 ATTEMPTS = 3
 """Attempts at a call during which the engine is lost."""
-ENGINE_LOST = (httpx.TransportError, ServerLostError, EngineLostError, EngineUnreachableError, PushFailed)
+ENGINE_LOST = (
+    httpx.TransportError,
+    ServerLostError,
+    RoundLostError,
+    EngineLostError,
+    EngineUnreachableError,
+    PushFailed,
+)
 T = TypeVar("T")
 
 

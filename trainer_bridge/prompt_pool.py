@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,22 +40,22 @@ class PromptPool:
         """
         with self._lock:
             drawn = self._data.take(count)
-            for prompt in drawn:
-                self._assign(prompt.id)
-                self.prompts[prompt.id] = prompt
+            self._assign([prompt.id for prompt in drawn])
+            self.prompts |= {prompt.id: prompt for prompt in drawn}
             return drawn
 
     def reassign(self) -> set[str]:
         """Give the prompts of engines that the run no longer has to others, as `draw` does. Returns their ids."""
         with self._lock:
             moved = [prompt_id for prompt_id, engine in self.engine_of.items() if engine >= self.engines]
-            for prompt_id in moved:
-                self._assign(prompt_id)
+            self._assign(moved)
             return set(moved)
 
-    def _assign(self, prompt_id: str) -> None:
+    def _assign(self, prompt_ids: Iterable[str]) -> None:
         load = Counter(self.engine_of.values())
-        self.engine_of[prompt_id] = min(range(self.engines), key=lambda engine: load[engine])
+        for prompt_id in prompt_ids:
+            engine = self.engine_of[prompt_id] = min(range(self.engines), key=lambda engine: load[engine])
+            load[engine] += 1
 
     def undo_draw(self, prompt: TrainingPrompt) -> None:
         """Give the prompt that was drawn last back to the data."""

@@ -5,15 +5,15 @@ if its rewards differ. A group with fewer than two scored samples is replaced: t
 """
 
 import queue
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sglang_april.client import AprilClient, AprilError, ServerLostError
+from sglang_april.client import AprilClient, AprilError
 from sglang_april.client.engine_pool import EnginePool
+from sglang_april.client.follow import follow
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 from trainer_bridge.checkpoints import Checkpoints
 from trainer_bridge.config import Config
@@ -24,8 +24,6 @@ from trainer_bridge.validate import check_unusable
 
 MIN_SCORED = 2
 """Scored samples that a group baseline needs."""
-JUDGE_ATTEMPTS = 3
-"""A server may close an idle connection just as a verdict is sent. Repeating a verdict is harmless."""
 
 SampleKey = tuple[str, int, int]
 """Prompt id, incarnation, index of the sample."""
@@ -106,10 +104,7 @@ class RolloutCollector:
     def _read_events(self, request: dict[str, Any]) -> RolloutSummary:
         """Read all events up to the summary. They are streamed on another thread, because the engine waits for
         verdicts: if one is lost, the stream never ends, and its error must end the round."""
-        # The thread has the only reference to the stream, so the stream is closed when the thread ends.
-        threading.Thread(
-            target=self._follow_stream, args=(self._client.stream(**request),), daemon=True, name="round"
-        ).start()
+        follow(self._events_of(self._client.stream(**request)), self._events.put, "round")
         while True:
             event = self._events.get()
             if isinstance(event, BaseException):
@@ -118,15 +113,13 @@ class RolloutCollector:
                 return event
             self._score(event)
 
-    def _follow_stream(self, stream: Iterator[RolloutGroup | RolloutSummary]) -> None:
-        try:
-            for event in stream:
-                self._events.put(event)
-                if self._failed or isinstance(event, RolloutSummary):
-                    return
-            raise AprilError(500, "stream", f"round {self._id} ended without its summary")
-        except BaseException as error:  # noqa: BLE001 - raised where the events are read
-            self._events.put(error)
+    def _events_of(self, stream: Iterator[RolloutGroup | RolloutSummary]) -> Iterator[RolloutGroup | RolloutSummary]:
+        """The events up to the summary, or until a verdict could not be sent."""
+        for event in stream:
+            yield event
+            if self._failed or isinstance(event, RolloutSummary):
+                return
+        raise AprilError(500, "stream", f"round {self._id} ended without its summary")
 
     def _score(self, group: RolloutGroup) -> None:
         """Submit the samples of an event to the rewards; if the group is complete, judge or replace it afterwards."""
@@ -163,16 +156,8 @@ class RolloutCollector:
         if not usable and self._extend(quota_add=0 if self._judges else 1):
             self._replaced += 1
         if self._judges:
-            self._send_verdict(accept=[group.id] if usable else [], reject=[] if usable else [group.id])
-
-    def _send_verdict(self, **verdict: list[str]) -> None:
-        for attempts_left in reversed(range(JUDGE_ATTEMPTS)):
-            try:
-                self._call_if_open(self._client.judge, **verdict)
-                return
-            except ServerLostError:
-                if not attempts_left:
-                    raise
+            accept, reject = ([group.id], []) if usable else ([], [group.id])
+            self._call_if_open(self._client.judge, accept=accept, reject=reject)
 
     def _extend(self, quota_add: int) -> bool:
         """Add a prompt to the round; False if the round has ended."""

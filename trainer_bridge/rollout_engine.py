@@ -40,6 +40,8 @@ HEALTH_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 5.0
 """Seconds that the end of a server waits for its start."""
 MEMORY_CALL_TIMEOUT_S = 600.0
+RETRY_S = 1.0
+"""A server may close an idle connection just as a call is sent. `EngineSession` handles the loss of a server."""
 NOT_RELEASED = "tags: {} cannot be resumed, because it is not released"
 """A server's reason for refusing to resume tags, none of which is released."""
 
@@ -75,7 +77,7 @@ class RolloutEngine:
             self.process = _server_process(folder / f"{name}.json", config, cluster)
             url = self.process.url or self.process.new_url()
         self.url = url
-        self.client = AprilClient(self.url, config.api_key)
+        self.client = AprilClient(self.url, config.api_key, retry_s=RETRY_S)
         headers = {"authorization": f"Bearer {config.api_key}"} if config.api_key else {}
         self._http = httpx.Client(base_url=self.url, timeout=MEMORY_CALL_TIMEOUT_S, headers=headers)
 

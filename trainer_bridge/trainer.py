@@ -126,8 +126,5 @@ class Trainer(Protocol):
     def load(self, folder: Path) -> None:
         """Read what `save` wrote with the same `world_size` and `tensor_model_parallel_size`."""
 
-    def export(self, folder: Path) -> None:
-        """Write the policy as a Hugging Face folder, with the tokenizer of `hf_checkpoint`."""
-
     def close(self) -> None:
         """Stop the trainer's processes and process groups."""

@@ -2,7 +2,13 @@
 
 from sglang_april.client.async_engine_pool import AsyncEnginePool
 from sglang_april.client.attached import attach, attach_through_router
-from sglang_april.client.calls import AprilError, NotPatchedError, PushLeftOpenError, ServerLostError
+from sglang_april.client.calls import (
+    AprilError,
+    NotPatchedError,
+    PushLeftOpenError,
+    RoundLostError,
+    ServerLostError,
+)
 from sglang_april.client.client import AprilClient, AsyncAprilClient
 from sglang_april.client.engine_pool import EnginePool
 from sglang_april.client.types import RecordedTrajectory, RolloutGroup, RolloutReply, RolloutSummary
@@ -19,6 +25,7 @@ __all__ = [
     "RolloutGroup",
     "RolloutReply",
     "RolloutSummary",
+    "RoundLostError",
     "ServerLostError",
     "attach",
     "attach_through_router",

@@ -2,13 +2,13 @@
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from sglang_april.client.calls import with_round_id
 from sglang_april.client.engine_pool import EnginePool
+from sglang_april.client.follow import follow
 from sglang_april.client.shared_round import SharedRound
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 
@@ -27,18 +27,11 @@ class AsyncEnginePool:
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Any]()
         shared = SharedRound(self._pool.clients, with_round_id(body))
 
-        def follow() -> None:
-            def put(event: object) -> None:
-                with contextlib.suppress(RuntimeError):  # the event loop is closed
-                    loop.call_soon_threadsafe(events.put_nowait, event)
+        def put(event: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
+                loop.call_soon_threadsafe(events.put_nowait, event)
 
-            try:
-                for event in self._pool.run(shared):
-                    put(event)
-            except BaseException as error:  # noqa: BLE001 - raised where the events are read
-                put(error)
-
-        threading.Thread(target=follow, name="april rollout", daemon=True).start()
+        follow(self._pool.run(shared), put, "april rollout")
         try:
             while True:
                 event = await events.get()

@@ -39,6 +39,10 @@ class ServerLostError(AprilError):
     complete (`status` 0)."""
 
 
+class RoundLostError(AprilError):
+    """The server has no round of this id (`status` 404): it never had it, or was restarted without its journal."""
+
+
 class PushLeftOpenError(RuntimeError):
     """A push failed between begin and end: the server opens no rounds until a push succeeds."""
 
@@ -150,15 +154,25 @@ class Calls:
 
     # --- parts of calls
 
-    def stream_request(self, body: Mapping[str, Any]) -> httpx.Request:
-        """The request of a streamed rollout."""
-        return self._request("POST", "/april/rollout", {**with_round_id(body), "stream": True})
+    def stream_requests(self, body: Mapping[str, Any]) -> tuple[httpx.Request, httpx.Request]:
+        """The request of a streamed rollout, and the one that continues a broken stream.
+
+        The second one opens no round: a server that has lost the round would open it anew, and wait for verdicts on
+        groups that the caller has had.
+        """
+        body = {**with_round_id(body), "stream": True}
+        previews = "true" if body.get("previews") else None
+        continued = self._request("GET", f"/april/rounds/{body['round_id']}", stream="true", previews=previews)
+        first = self._request("POST", "/april/rollout", body)
+        continued.extensions |= first.extensions
+        return first, continued
 
     def is_open(self, response: httpx.Response) -> bool:
         """Whether a streamed round is open. If not, it waits for the server's journal: send the request again.
 
         Raises:
             AprilError: the server refused the round.
+            RoundLostError: a stream is to be continued of a round that the server has lost.
         """
         if response.is_success:
             return True
@@ -245,8 +259,8 @@ class Calls:
 def as_error(status: int, error: Mapping[str, Any]) -> AprilError:
     """The exception for an error reply, or for the error event of a stream."""
     field, reason = error.get("field", "server"), error.get("reason", str(error))
-    lost = (status, field) == (503, SHUTDOWN)
-    return (ServerLostError if lost else AprilError)(status, field, reason)
+    kinds = {(503, SHUTDOWN): ServerLostError, (404, "round_id"): RoundLostError}
+    return kinds.get((status, field), AprilError)(status, field, reason)
 
 
 def with_scheme(url: str) -> str:

@@ -136,10 +136,13 @@ class AprilClient:
         With `previews=True`, and with `count="accepted"`, each group comes as it finishes, with `delivered` False,
         because it may be carried to the next round. All delivered groups are in the summary's `groups`: train on these.
         The round is open when this returns. With `retry_s`, a broken stream is continued without repeating samples.
+
+        Raises:
+            RoundLostError: the stream broke, and the server was restarted without the journal of this round.
         """
         self._run(self._calls.check_patched())
-        request = self._calls.stream_request(body)
-        return self._events(request, self._open_stream(request))
+        first, continued = self._calls.stream_requests(body)
+        return self._events(continued, self._open_stream(first))
 
     def _open_stream(self, request: httpx.Request) -> httpx.Response:
         while True:
@@ -147,7 +150,7 @@ class AprilClient:
             if self._calls.is_open(response):
                 return response
 
-    def _events(self, request: httpx.Request, response: httpx.Response) -> Iterator[RolloutGroup | RolloutSummary]:
+    def _events(self, continued: httpx.Request, response: httpx.Response) -> Iterator[RolloutGroup | RolloutSummary]:
         streamed = StreamedRound()
         while True:
             try:
@@ -157,8 +160,8 @@ class AprilClient:
                             yield new
                 return
             except LOST as error:
-                time.sleep(Retries(self._calls, request).wait_s(error))
-            response = self._open_stream(request)
+                time.sleep(Retries(self._calls, continued).wait_s(error))
+            response = self._open_stream(continued)
 
     @contextmanager
     def push(self, version: int | None = None) -> Iterator[None]:
@@ -230,12 +233,13 @@ class AsyncAprilClient:
     async def stream(self, **body: Any) -> AsyncIterator[RolloutGroup | RolloutSummary]:
         """As `AprilClient.stream`; the round is open when the first event arrives."""
         await self._run(self._calls.check_patched())
-        request, streamed = self._calls.stream_request(body), StreamedRound()
+        (request, continued), streamed = self._calls.stream_requests(body), StreamedRound()
         while True:
             response = await self._send(request, stream=True)
             try:
                 if not self._calls.is_open(response):
                     continue
+                request = continued
                 async for line in async_lines_of(response):
                     if (received := event(line)) and (new := streamed.new(received)):
                         yield new

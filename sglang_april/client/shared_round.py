@@ -11,6 +11,7 @@ from typing import Any
 
 from sglang_april.client.calls import AprilError
 from sglang_april.client.client import AprilClient
+from sglang_april.client.follow import follow
 from sglang_april.client.merged_stats import merge_stats, sum_fields
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 
@@ -64,8 +65,7 @@ class SharedRound:
                     self._read_state(engine)
         finally:  # also if an engine refuses: an unread stream holds its connection
             for engine, stream in enumerate(streams):
-                follow = partial(self._follow_stream, engine, stream)
-                threading.Thread(target=follow, daemon=True, name=f"engine {engine}").start()
+                follow(stream, partial(self._put, engine), f"engine {engine}")
         summaries: dict[int, RolloutSummary] = {}
         while len(summaries) < len(self._clients):
             engine, event = self._events.get()
@@ -201,12 +201,8 @@ class SharedRound:
                 return
             time.sleep(POLL_S)  # it has ended, and its reply waits for the journal
 
-    def _follow_stream(self, engine: int, stream: Iterator[RolloutGroup | RolloutSummary]) -> None:
-        try:
-            for event in stream:
-                self._events.put((engine, event))
-        except BaseException as error:  # noqa: BLE001 - raised where the events are read
-            self._events.put((engine, error))
+    def _put(self, engine: int, event: Event) -> None:
+        self._events.put((engine, event))
 
     # Counting
 

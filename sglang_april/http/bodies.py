@@ -59,6 +59,14 @@ def query_of(request: Request, *known: str) -> dict[str, str]:
     return dict(request.query_params)
 
 
+def flag_of(query: dict[str, str], name: str) -> bool:
+    """A query parameter that is `true` or `false`; false if it is absent. Raises: RequestError: 400."""
+    value = query.get(name, "false")
+    if value not in ("true", "false"):
+        raise bad(name, "must be true or false")
+    return value == "true"
+
+
 def respond(request: Request, content: dict[str, Any], status: int = 200) -> Response:
     """A response in the format that the client accepts."""
     packed = wants_packed(request)

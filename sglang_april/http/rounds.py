@@ -135,7 +135,8 @@ class RoundRegistry:
             return known
         if error := self._gone.get(round_id):
             raise RequestError(*error)
-        raise RequestError(404, "round_id", f"there is no round {round_id}")
+        lost = "if there was one, it is lost, because the server was restarted without its journal"
+        raise RequestError(404, "round_id", f"there is no round {round_id}: {lost}")
 
     def contains(self, round_id: str | None) -> bool:
         """Whether a round of this id is open, or its reply kept."""

@@ -13,6 +13,7 @@ from sglang_april.api.errors import RequestError, bad, fault
 from sglang_april.http.bodies import (
     JSON,
     MSGPACK,
+    flag_of,
     is_packed,
     off_loop,
     query_of,
@@ -94,9 +95,7 @@ async def rollout(april: AprilService, request: Request) -> Response:
     body, digest = await off_loop(len(data), _read_rollout, data, packed)
     round_ = await april.open(body, digest)
     if body.stream:
-        return StreamingResponse(
-            _events(april, round_, body.previews or round_.spec.judged), media_type="application/x-ndjson"
-        )
+        return _stream(april, round_, body.previews)
     return await _reply(april, request, round_)
 
 
@@ -106,8 +105,15 @@ def _read_rollout(data: bytes, packed: bool) -> tuple[requests.RolloutBody, str]
 
 
 async def get_round(april: AprilService, request: Request) -> Response:
-    """The reply of a round, or 202 while it is open."""
+    """The reply of a round, or 202 while it is open; with `stream=true` its events from the first one on."""
+    query = query_of(request, "stream", "previews")
+    stream, previews = flag_of(query, "stream"), flag_of(query, "previews")
     round_ = april.rounds.find(round_id_of(request))
+    if stream:
+        if round_.spec.trajectories:
+            raise bad("stream", "is not supported in a round of trajectories")
+        await april.wait(round_, round_.opened)
+        return _stream(april, round_, previews)
     if not round_.reply.done():
         return respond(request, {"round_id": round_.id, "run": round_.run, "state": round_.state}, 202)
     return await _reply(april, request, round_)
@@ -238,6 +244,11 @@ async def _reply(april: AprilService, request: Request, round_: RoundRecord) -> 
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def _stream(april: AprilService, round_: RoundRecord, previews: bool) -> StreamingResponse:
+    events = _events(april, round_, previews or round_.spec.judged)
+    return StreamingResponse(events, media_type="application/x-ndjson")
 
 
 async def _events(april: AprilService, round_: RoundRecord, previews: bool) -> AsyncIterator[bytes]:

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from sglang_april.api import messages
+from sglang_april.api.ids import common_prefix
 from sglang_april.api.requests import DoneBody
 
 BYTES_PER_LEG = 1024
@@ -54,10 +55,6 @@ class TrajectoryRecord:
             "branches": [branch.fields(packed) for branch in branches],
         }
 
-    def lengths(self) -> list[int]:
-        """Output tokens of each leg."""
-        return [len(leg.result.output_ids) // 4 for leg in self.legs.values()]
-
     def _extends(self, leg: messages.LegEnded) -> bool:
         """Whether the leg continues its parent's whole sequence."""
         return leg.parent is not None and leg.shared == self._length(self.legs[leg.parent])
@@ -79,7 +76,7 @@ class TrajectoryRecord:
         branch = Branch([part.number for part, _ in reversed(parts)])
         for part, end in reversed(parts):
             branch.add(part, end)
-        branch.shared = max((_common(branch.ids, other.ids) for other in before), default=0)
+        branch.shared = max((common_prefix(branch.ids, other.ids) for other in before), default=0)
         return branch
 
 
@@ -124,12 +121,6 @@ class Branch:
         }
 
 
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-    length = min(len(a), len(b))
-    differ = np.flatnonzero(a[:length] != b[:length])
-    return int(differ[0]) if differ.size else length
-
-
 def _plain(values: np.ndarray, packed: bool) -> bytes | list[Any]:
     """msgspec encodes NaN as null in JSON."""
     return values.tobytes() if packed else values.tolist()
@@ -162,9 +153,6 @@ class TrajectoryRecords:
 
     def __init__(self) -> None:
         self._records: dict[tuple[str, str], TrajectoryRecord] = {}
-
-    def __len__(self) -> int:
-        return len(self._records)
 
     def add(self, leg: messages.LegEnded) -> None:
         """Add an ended leg. The first leg creates the record; any earlier record of this name was removed."""

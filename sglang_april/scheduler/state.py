@@ -225,10 +225,6 @@ class Group:
             return self.leg.trajectory.begun
         return len(self.samples) < self.prompt.n or self.queued < len(self.samples)
 
-    @property
-    def finish_step(self) -> int:
-        return max(s.finish_step for s in self.samples.values())
-
     def oldest_version(self) -> int | None:
         """Policy version of the oldest output token of any undelivered sample, including finished ones."""
         versions = [v for s in self.samples.values() if (v := s.oldest_version) is not None]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from sglang_april.api.ids import common_prefix
 from sglang_april.api.messages import LegEnded, SavedTrajectory
 from sglang_april.scheduler.state import Sample, State
 
@@ -94,7 +95,7 @@ class Trajectory:
         """The next leg, which continues the ended sequence with the longest common prefix, the latest of equal ones."""
         best, shared = None, 0
         for sequence in self.sequences:
-            common = _common_prefix(sequence.ids, prompt)
+            common = common_prefix(sequence.ids, prompt)
             if common and common >= shared:
                 best, shared = sequence, common
         path = _prefix(best.legs, shared) if best is not None else []
@@ -188,12 +189,6 @@ class Trajectory:
             "tokens": self.tokens + sum(sample.length for sample in self.pending),
             "staleness": self.staleness(version),
         }
-
-
-def _common_prefix(a: Ids, b: Ids) -> int:
-    length = min(len(a), len(b))
-    differ = np.flatnonzero(a[:length] != b[:length])
-    return int(differ[0]) if differ.size else length
 
 
 def _prefix(legs: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:

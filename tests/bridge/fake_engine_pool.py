@@ -19,6 +19,8 @@ class EngineRound:
     body: dict[str, Any]
     streamed: list[str] = field(default_factory=list)
     ended: RolloutSummary | None = None
+    verdicts: dict[str, bool] = field(default_factory=dict)
+    """Those of a round that has ended."""
 
 
 class FakePoolEngine:
@@ -89,14 +91,18 @@ class FakePoolEngine:
             finished=[SimpleNamespace(id=named["id"], accepted=named["accepted"]) for named in ended.delivered]
         )
 
-    def judge(self, round_id: str, accept: Iterable[str] = (), reject: Iterable[str] = ()) -> dict[str, int]:
+    def judge(self, round_id: str, accept: Iterable[str] = (), reject: Iterable[str] = ()) -> dict[str, Any]:
         with self.changed:
-            if self.rounds[round_id].ended is not None:
-                raise AprilError(409, "round_id", "has ended")
-            assert {*accept, *reject} <= set(self.finished), "409: has not finished"
-            self.verdicts |= dict.fromkeys(accept, True) | dict.fromkeys(reject, False)
+            engine_round, new = self.rounds[round_id], dict.fromkeys(accept, True) | dict.fromkeys(reject, False)
+            if engine_round.ended is not None:
+                if any(engine_round.verdicts.get(name, verdict) != verdict for name, verdict in new.items()):
+                    raise AprilError(409, "round_id", "has ended")
+                late = [name for name in new if name not in engine_round.verdicts]
+                return {"accepted": sum(engine_round.verdicts.values()), "late": late}
+            assert new.keys() <= set(self.finished), "409: has not finished"
+            self.verdicts |= new
             self.changed.notify_all()
-            return {"accepted": sum(self.verdicts.values())}
+            return {"accepted": sum(self.verdicts.values()), "late": []}
 
     def extend(self, round_id: str, quota_add: int, prompts: list[dict[str, Any]]) -> None:
         with self.changed:
@@ -161,7 +167,7 @@ class FakePoolEngine:
             for name in names
         ]
         self.finished = [name for name in self.finished if name not in names]
-        self.verdicts = {}
+        engine_round.verdicts, self.verdicts = self.verdicts, {}
         self.delivered += names
         stats = {"duration_s": 1.0, "mean_running": 2.0, "over_bound": 1, "timeline": [[0.0, 2], [0.5, 1]]}
         stats |= {"tokens_after_quota": 0, "reprefilled_tokens": 0}

@@ -1,100 +1,12 @@
 """When the engine session pushes weights, and under which version."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import httpx
 import pytest
 
-from sglang_april.client import AprilError
+from tests.bridge.fake_engine_and_trainer import FakeEngineAndTrainer, connect, make_session
 from tests.bridge.test_rollout import FakeRolloutEngine, group_ids, rollout_driver, sent_prompts
-from trainer_bridge.checkpoints import Checkpoints
-from trainer_bridge.config import Config
-from trainer_bridge.engine_session import EngineSession
 from trainer_bridge.handshake import HandshakeError
-from trainer_bridge.push.pusher import PushFailed
-from trainer_bridge.server_process import EngineGoneError
-
-
-class FakeEngineAndTrainer:
-    """Engine and trainer in one: a policy version, the runs and rounds at the engine, and the pushes to it."""
-
-    url = "http://engine"
-
-    def __init__(self) -> None:
-        self.version, self.runs, self.rounds = 0, set[str](), set[str]()
-        self.unnamed, self.push_open, self.failed, self.closed = False, False, "", ""
-        self.gpus: list[str] = []
-        self.others: Sequence[FakeEngineAndTrainer] = ()
-        """Further engines of the run."""
-        self.groups: list[str] = []
-        """Undelivered prompts."""
-        self.pushes: list[int | None] = []
-        self.failing = 0
-        self.connections = 0
-
-    @property
-    def client(self) -> "FakeEngineAndTrainer":
-        return self
-
-    @property
-    def each(self) -> list["FakeEngineAndTrainer"]:
-        return [self, *self.others]
-
-    def wait_until_ready(self) -> None:
-        self.connections += 1
-
-    def state(self) -> dict[str, Any]:
-        runs = {name: {} for name in self.runs}
-        reasons = {"push_open": self.push_open, "failed": self.failed, "unnamed": self.unnamed, "closed": self.closed}
-        http = {"model": {"memory_saver": False}}
-        return {"policy_version": self.version, "runs": runs, "gpus": self.gpus, "http": http, **reasons}
-
-    def partials(self, run: str) -> dict[str, Any]:
-        return {"groups": [{"run": run, "id": name} for name in self.groups], "unstarted": [], "partials": []}
-
-    def get_round(self, round_id: str) -> str:
-        if round_id not in self.rounds:
-            raise AprilError(404, "round_id", "there is none")
-        return "its reply"
-
-    def connect(self, *_: Any) -> None:
-        pass
-
-    def offload(self, *_parts: Any) -> None:
-        pass
-
-    def push(self, version: int | None) -> Any:
-        if self.failing:
-            self.failing -= 1
-            raise PushFailed("the weights were refused")
-        for engine in self.each:
-            assert version is None or version > engine.version or (version == engine.version and engine.unnamed)
-        self.pushes.append(version)
-        pushed = max(engine.version for engine in self.each) + 1 if version is None else version
-        for engine in self.each:
-            engine.version, engine.unnamed, engine.push_open, engine.failed = pushed, False, False, ""
-        return SimpleNamespace(version=self.version)
-
-
-def make_session(
-    server: FakeEngineAndTrainer, folder: Path, step: int = 0, rollouts: Any = None, others: Any = (), **fields: Any
-) -> tuple[EngineSession, Any]:
-    store = Checkpoints(folder, 1)
-    store.run_name("r")
-    rollouts = rollouts or SimpleNamespace(engines_with_carry=set())
-    fake: Any = server
-    server.others = others
-    config = Config(hf_checkpoint="m", prompt_data="d", **fields)
-    session = EngineSession(fake, fake, rollouts, store, "r", config)
-    session.step = step
-    return session, rollouts
-
-
-def connect(session: EngineSession) -> None:
-    session.call(session.sync_weights, lambda _: None, reconnect_first=True)
 
 
 def test_colocated_engine_that_keeps_its_memory_is_refused(tmp_path: Path) -> None:
@@ -231,39 +143,6 @@ def test_finished_run_that_goes_on_sends_the_prompts_that_its_end_has_dropped(tm
     assert engine.bodies[0] == engine.bodies[1]
 
 
-def test_failed_push_is_repeated_after_reconnecting(tmp_path: Path) -> None:
-    server, warnings = FakeEngineAndTrainer(), list[str]()
-    server.failing = 1
-    session, _ = make_session(server, tmp_path)
-    session.call(session.sync_weights, warnings.append)
-    assert (server.version, len(warnings), server.connections) == (1, 1, 1)
-
-
-def test_engine_that_is_lost_repeatedly_ends_the_run(tmp_path: Path) -> None:
-    session, _ = make_session(FakeEngineAndTrainer(), tmp_path)
-
-    def lost() -> None:
-        raise httpx.ConnectError("refused")
-
-    with pytest.raises(EngineGoneError, match="3 times in one call: ConnectError"):
-        session.call(lost, lambda _: None)
-
-
-def test_engine_that_does_not_become_ready_is_not_waited_for_again(tmp_path: Path) -> None:
-    server = FakeEngineAndTrainer()
-    session, _ = make_session(server, tmp_path)
-    waits: list[int] = []
-
-    def never() -> None:
-        waits.append(1)
-        raise EngineGoneError("not ready")
-
-    server.wait_until_ready = never  # type: ignore[method-assign]
-    with pytest.raises(EngineGoneError, match="not ready"):
-        connect(session)
-    assert waits == [1]
-
-
 def test_trainer_killed_during_a_push_repeats_its_round_before_it_pushes(tmp_path: Path) -> None:
     """The engine has mixed weights and no usable version, but its kept reply needs neither."""
     server = FakeEngineAndTrainer()
@@ -310,13 +189,3 @@ def test_weights_of_a_failed_push_are_pushed_again(tmp_path: Path) -> None:
     again, _ = make_session(server, tmp_path, step=2)
     connect(again)
     assert (server.pushes, again.version, server.failed) == ([None, None], 4, "")
-
-
-def test_refusal_is_not_treated_as_a_lost_engine(tmp_path: Path) -> None:
-    session, _ = make_session(FakeEngineAndTrainer(), tmp_path)
-
-    def refused() -> None:
-        raise AprilError(400, "prompts", "too long")
-
-    with pytest.raises(AprilError):
-        session.call(refused, lambda _: None)

@@ -1,22 +1,26 @@
-"""Verdicts that do not arrive are repeated after connection errors; otherwise the round fails at once."""
+"""Verdicts that do not arrive are repeated by the client after connection errors; otherwise the round fails at once."""
 
+import http.server
+import json
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
+from sglang_april import PROTOCOL
 from sglang_april.client import AprilError, ServerLostError
 from sglang_april.client.types import RolloutGroup, RolloutSummary
-from tests.bridge import fake_engine_pool
 from tests.bridge.test_engine_pool import engine_pool, request
-from tests.bridge.test_rollout import FakeRolloutEngine, finished_group, group_ids
+from tests.bridge.test_rollout import FakeRolloutEngine, finished_group
 from tests.bridge.test_rollout import rollout_driver as single_engine_driver
-from tests.bridge.test_rollout_pool import rollout_driver as multi_engine_driver
+from trainer_bridge.config import Config
 from trainer_bridge.rewards import Score
 from trainer_bridge.rollout_collector import ScoredRollout
+from trainer_bridge.rollout_engine import RolloutEngine
 
 TIMEOUT_S = 60.0
 CONNECTION_CLOSED = ServerLostError(0, "server", "http://engine: no answer to POST /judge (RemoteProtocolError)")
@@ -43,14 +47,51 @@ def with_timeout(call: Callable[[], ScoredRollout]) -> ScoredRollout:
     return done.result(TIMEOUT_S)
 
 
-def test_verdict_on_a_closed_connection_is_sent_again(engine: FakeRolloutEngine, tmp_path: Path) -> None:
-    engine.refusals = [CONNECTION_CLOSED, CONNECTION_CLOSED]
-    driver = single_engine_driver(engine, tmp_path, ["ok"] * 9, over_sampling_batch_size=2, dynamic_sampling=True)
-    assert group_ids(with_timeout(lambda: driver.round("r.1", 2))) == ["e0-0", "e0-1"]
-    assert engine.judged == 4
+class ClosesConnections(http.server.BaseHTTPRequestHandler):
+    """Closes the connection on the first request of each path instead of answering."""
+
+    protocol_version = "HTTP/1.1"
+    seen: ClassVar[Counter[str]] = Counter()
+
+    def do_GET(self) -> None:
+        self._answer({"http": {"hooks": {"protocol": PROTOCOL}}})
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.seen[self.path] += 1
+        if self.seen[self.path] == 1:
+            self.close_connection = True
+        else:
+            self._answer({})
+
+    def _answer(self, content: dict[str, Any]) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
 
 
-@pytest.mark.parametrize("refusals", [[AprilError(500, "server", "a fault")], [CONNECTION_CLOSED] * 3])
+def test_calls_of_a_round_on_a_closed_connection_are_sent_again(tmp_path: Path) -> None:
+    """A server closes idle connections; the next call may be on its way."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), ClosesConnections) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        config = Config(hf_checkpoint="m", prompt_data="d", server=f"http://127.0.0.1:{server.server_port}")
+        engine = RolloutEngine(config, tmp_path, url=config.servers[0])
+        engine.client.judge("r.1", accept=["a"])
+        engine.client.extend("r.1", quota_add=1)
+        engine.client.stop("r.1")
+        engine.client.done("r", {"a": {"reward": 1.0}})
+        engine.close()
+        server.shutdown()
+    paths = [f"/april/rounds/r.1/{call}" for call in ("judge", "extend", "stop")]
+    assert ClosesConnections.seen == dict.fromkeys([*paths, "/april/trajectories/done"], 2)
+
+
+@pytest.mark.parametrize("refusals", [[AprilError(500, "server", "a fault")], [CONNECTION_CLOSED]])
 def test_lost_verdict_fails_the_round_without_waiting_for_the_engine(
     engine: FakeRolloutEngine, tmp_path: Path, refusals: list[Exception]
 ) -> None:
@@ -115,24 +156,6 @@ def test_stream_of_a_failed_round_is_closed(tmp_path: Path) -> None:
 
 
 # --- over several engines
-
-
-@pytest.mark.parametrize("call", ["judge", "stop"])
-def test_failed_call_caused_by_a_verdict_is_repeated(tmp_path: Path, call: str) -> None:
-    """The whole verdict is repeated: no effect of the failed attempt is assumed."""
-    engines = [fake_engine_pool.FakePoolEngine(), fake_engine_pool.FakePoolEngine()]
-    real, failures = getattr(engines[1], call), [CONNECTION_CLOSED]
-
-    def flaky(*args: Any, **fields: Any) -> Any:
-        if failures:
-            raise failures.pop()
-        return real(*args, **fields)
-
-    setattr(engines[1], call, flaky)
-    engines[0].may_finish = 2
-    driver = multi_engine_driver(engines, tmp_path, over_sampling_batch_size=8, dynamic_sampling=True)
-    assert len(with_timeout(lambda: driver.round("run.1", 4)).groups) == 4
-    assert not failures
 
 
 @pytest.mark.parametrize(("usable", "delivered"), [(False, {"a1": True, "a2": False}), (True, {"a2": True})])

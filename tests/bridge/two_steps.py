@@ -10,6 +10,7 @@ from safetensors.numpy import load_file
 
 from tests.bridge.reference import micro_batches
 from trainer_bridge.loss_settings import LossSettings
+from trainer_bridge.megatron.convert import convert
 from trainer_bridge.trainer import StepReport, TrainerSettings
 
 TOLERANCE = 1e-5
@@ -34,7 +35,9 @@ def settings(folder: Path, **fields: Any) -> TrainerSettings:
 
 
 def weights(trainer: Any, folder: Path) -> dict[str, np.ndarray]:
-    trainer.export(folder)
+    """By Hugging Face names."""
+    trainer.save(folder / "trainer")
+    convert(folder / "trainer", trainer.settings.hf_checkpoint, folder)
     return {name: x for path in sorted(folder.glob("*.safetensors")) for name, x in load_file(path).items()}
 
 

@@ -81,6 +81,10 @@ class ScriptedEngine:
         if isinstance(command, messages.JudgeRound):
             self.verdicts |= dict.fromkeys(command.accept, True) | dict.fromkeys(command.reject, False)
             return messages.Answer(command.seq, data=messages.count_verdicts(self.verdicts.values()))
+        if isinstance(command, messages.GetPartials):
+            runs = {run for run, _ in self.taken} if command.run is None else {command.run}
+            groups = [{"run": run, "id": i, "incarnation": 0} for run, i in sorted(self.taken) if run in runs]
+            return messages.Answer(command.seq, data={"partials": [], "groups": groups, "unstarted": []})
         if isinstance(command, messages.PushEnd):
             self.version += 1
         brief = isinstance(command, messages.GetState) and command.brief

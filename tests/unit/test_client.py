@@ -118,7 +118,9 @@ def test_timeout_ends_an_asynchronous_push(url: str) -> None:
 
 
 def test_stop_ack_drop_and_partials(client: AprilClient, url: str) -> None:
-    thread = threading.Thread(target=AprilClient(url).rollout, kwargs={"run": "slow", "round_id": "s"})
+    thread = threading.Thread(
+        target=AprilClient(url).rollout, kwargs={"run": "slow", "round_id": "s", "prompts": [prompt(id="left")]}
+    )
     thread.start()
     deadline = time.monotonic() + 60
     while "s" not in client.state()["http"]["rounds"] and time.monotonic() < deadline:
@@ -128,9 +130,12 @@ def test_stop_ack_drop_and_partials(client: AprilClient, url: str) -> None:
     thread.join(60)
     assert not thread.is_alive()
     assert client.ack("s")["acknowledged"]
-    assert client.drop("slow")["run"] == "slow"
+    left = {"run": "slow", "id": "left", "incarnation": 0}
+    assert client.partials("slow") == {"partials": [], "groups": [left], "unstarted": []}
+    assert client.partials("other")["groups"] == []
+    assert client.drop("slow") == {"run": "slow", "groups": [["left", 0]], "samples": 1}
+    assert client.partials()["groups"] == []
     assert client.ack_audit()["refusal"] == ""
-    assert client.partials("slow")
     assert client.check() == {"policy_version": client.state()["policy_version"]}, "what the scripted engine answers"
 
 
@@ -163,9 +168,9 @@ def test_asynchronous_client_has_the_same_calls(url: str) -> None:
             assert await client.get_round(reply.round_id)
             assert (await client.stop(reply.round_id))["state"] == "ended"
             assert (await client.ack(reply.round_id))["acknowledged"]
-            assert await client.drop("unknown")
-            assert await client.partials()
-            assert await client.check()
+            assert (await client.drop("unknown"))["groups"] == []
+            assert (await client.partials("unknown"))["groups"] == []
+            assert (await client.check()).keys() == {"policy_version"}, "what the scripted engine answers"
             async with client.push():
                 assert (await client.state())["http"]["hooks"]
             with pytest.raises(AprilError, match="400 quota"):

@@ -23,11 +23,12 @@ Answer = httpx.Response | Exception
 
 
 def answers(*of_rollout: Callable[[], Answer]) -> httpx.MockTransport:
-    """A server, for both clients, that answers rounds with these, in order."""
+    """A server, for both clients, that answers rounds and the continuations of their streams with these, in order."""
     left = list(of_rollout)
+    paths = ("/april/rollout", "/april/rounds/r")
 
     def handle(request: httpx.Request) -> httpx.Response:
-        answer = left.pop(0)() if request.url.path == "/april/rollout" else httpx.Response(200, json=STATE)
+        answer = left.pop(0)() if request.url.path in paths else httpx.Response(200, json=STATE)
         if isinstance(answer, Exception):
             raise answer
         return answer

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from sglang_april.durable import sync_folder
 from trainer_bridge.batch import MicroBatch, Sequences
-from trainer_bridge.hf_folder import write_hf
 from trainer_bridge.loss_settings import LossSettings
 from trainer_bridge.loss_stats import LossStats
 from trainer_bridge.losses import LossTerms, policy_loss
@@ -192,17 +191,6 @@ class Policy:
         """The full weights by Hugging Face names (`weights.hf_tensors`)."""
         self.onload("weights")
         return weights.hf_tensors(self.model, self.shape)
-
-    def export(self, folder: Path) -> None:
-        """Write the policy as a Hugging Face folder; rank 0 does it."""
-        if parallel_state.get_data_parallel_rank() == 0:
-            tensors = self.hf_tensors()
-            if dist.get_rank() == 0:
-                write_hf(tensors, self.settings.hf_checkpoint, folder)
-            else:
-                for _ in tensors:
-                    pass
-        dist.barrier()
 
     def save(self, folder: Path) -> None:
         """Write weights, optimiser, random state and step count of this rank; durable once all ranks return."""

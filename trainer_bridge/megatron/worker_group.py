@@ -74,10 +74,6 @@ class WorkerGroup:
         """As `Trainer.load`."""
         self.workers.call("load", self._broadcast(folder))
 
-    def export(self, folder: Path) -> None:
-        """As `Trainer.export`."""
-        self.workers.call("export", self._broadcast(folder))
-
     def close(self) -> None:
         """As `Trainer.close`."""
         self.workers.close()
