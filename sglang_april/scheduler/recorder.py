@@ -193,7 +193,7 @@ class Recorder(Unrecorded):
         """Whether the journal has the sample's group: that of an attached request is written with its first tokens."""
         group, marks = sample.group, sample.journal
         if sample.attached and group.params and not marks.admission:
-            self._records.append(schema.attached(group.run.name, _new(group)))
+            self._records.append(schema.attached(group.run.key, _new(group)))
             marks.admission = True
         return marks.admission or not sample.attached
 

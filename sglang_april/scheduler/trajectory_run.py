@@ -32,9 +32,13 @@ class TrajectoryRun:
     """How trajectories have ended, the last ones, delivered ones included."""
     rejected: list[str] = field(default_factory=list)
     """Those that have been rejected since the last reply."""
-    rounds_opened: int = 0
     ends: int = 0
     """Trajectories that have ended so far."""
+
+    @property
+    def rounds_opened(self) -> int:
+        """Rounds of trajectories that the run has had."""
+        return self.legs.rounds_opened
 
     def restore(self, saved: list[SavedTrajectory]) -> None:
         """After a restart: add the trajectories of this run, in the order in which they began."""
