@@ -22,6 +22,9 @@ def forwarded(header: str) -> str:
 MAX_RUNS = 2**10
 """Runs of which something is remembered that no caller deletes."""
 
+REMEMBERED = 2**16
+"""Ids that are remembered of rounds without a kept reply (410, not 404), and of trajectories that have left."""
+
 Unit = Literal["group", "sample", "trajectory"]
 KvPolicy = Literal["keep", "recompute", "auto"]
 Provenance = Literal["fresh", "kept", "recomputed"]

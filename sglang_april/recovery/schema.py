@@ -11,13 +11,12 @@ from typing import Any
 
 from sglang_april.api.messages import FinishedSample, Prompt, RoundEnded, RoundSpec
 from sglang_april.api.run_keys import run_key
+from sglang_april.api.types import REMEMBERED
 from sglang_april.recovery.journal_snapshot import DROP_GROUP, Chunk
 from sglang_april.recovery.journal_trajectories import delete_delivered, deliver
 from sglang_april.recovery.sealed import seal
 
 SCHEMA = 6
-REMEMBERED = 2**16
-"""Number of ids of rounds without a kept reply that are remembered, to distinguish 410 from 404."""
 
 TABLES = """
 CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value) WITHOUT ROWID;
@@ -171,7 +170,7 @@ def reply_deleted(round_id: str) -> Op:
         db.execute("UPDATE rounds SET ended=x'', spec=x'' WHERE round_id=?", (round_id,))
         db.execute("UPDATE finished SET body=x'' WHERE round_id=?", (round_id,))
         _forget_groups(db, gids)
-        delete_delivered(db, round_id, REMEMBERED)
+        delete_delivered(db, round_id)
         oldest = "(SELECT max(seq) FROM rounds) - ?"
         db.execute(f"DELETE FROM rounds WHERE length(ended)=0 AND seq <= {oldest}", (REMEMBERED,))  # noqa: S608
 

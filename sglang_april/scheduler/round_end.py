@@ -106,8 +106,8 @@ class RoundEnd:
 
     def _end_trajectories(self, rnd: TrajectoryRound, ended: messages.RoundEnded) -> None:
         run = rnd.trajectories
-        run.rejected += rnd.surplus
+        run.rejected |= dict.fromkeys(rnd.surplus)
         self._attached.drop_trajectories(run, rnd.surplus)
-        ended.trajectories, ended.rejected, run.rejected = rnd.delivered, run.rejected, []
+        ended.trajectories, ended.rejected, run.rejected = rnd.delivered, list(run.rejected), {}
         ended.carried["trajectories"] = rnd.report(self.context.clock.version)
         self.context.recorder.ended(ended, rnd.legs)
