@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from sglang_april.api.run_keys import run_key
+
 RUN, TRAJECTORY, GROUP = "x-april-run", "x-april-trajectory", "x-april-group"
 """Headers of an attached request, or keys of its `sampling_params.custom_params`."""
 
@@ -17,13 +19,11 @@ def forwarded(header: str) -> str:
     return header.replace("x-", "x-request-id-", 1)
 
 
-ATTACHED = "\0attached "
-"""Begins the names of the runs of attached requests; a rollout request cannot name one."""
-LEGS = ATTACHED + "\0"
-"""Begins the names of the runs of legs, which are attached requests; no caller can name one."""
-
 MAX_RUNS = 2**10
 """Runs of which something is remembered that no caller deletes."""
+
+REMEMBERED = 2**16
+"""Ids that are remembered of rounds without a kept reply (410, not 404), and of trajectories that have left."""
 
 Unit = Literal["group", "sample", "trajectory"]
 KvPolicy = Literal["keep", "recompute", "auto"]
@@ -103,6 +103,11 @@ class RoundSpec(msgspec.Struct):
     """Digest of the request body: a repeated request has the same one, also after a restart."""
     extensions: dict[str, Extension] = {}
     """By `idempotency_key`; the scheduler adds them, for the journal."""
+
+    @property
+    def run_key(self) -> str:
+        """The run whose samples it counts (`run_keys.py`)."""
+        return run_key("legs" if self.trajectories else "prompts", self.run)
 
     @property
     def judged(self) -> bool:

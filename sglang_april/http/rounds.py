@@ -9,11 +9,10 @@ from typing import Any, Literal
 
 from sglang_april.api.errors import RequestError
 from sglang_april.api.messages import FinishedSample, RoundSpec
-from sglang_april.api.types import MAX_RUNS
+from sglang_april.api.types import MAX_RUNS, REMEMBERED
 from sglang_april.http.completed_groups import CompletedGroups, GroupSlice
 from sglang_april.http.reply import Reply
 
-REMEMBERED = 2**16
 """Number of remembered ids of rounds whose replies are no longer kept, to distinguish 410 from 404."""
 
 logger = logging.getLogger("sglang_april")

@@ -18,11 +18,6 @@ class SchedulerRpc:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, tuple[asyncio.Future[messages.Answer], Accepted | None]] = {}
 
-    @property
-    def waiting(self) -> int:
-        """Number of commands without an answer."""
-        return len(self._waiting)
-
     def number(self) -> int:
         """The `seq` of a new command."""
         return next(self._numbers)

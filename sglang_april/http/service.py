@@ -1,4 +1,4 @@
-"""The service behind the routes; `engine.tokenizer_manager.april` for an SGLang engine started in code."""
+"""The service behind the routes."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,6 @@ from sglang_april.http.round_commands import RoundCommands
 from sglang_april.http.rounds import RoundRecord, RoundRegistry
 from sglang_april.http.scheduler_rpc import SchedulerRpc
 from sglang_april.http.trajectories import TrajectoryRecord, TrajectoryRecords
-from sglang_april.http.validation import check_rollout
 from sglang_april.http.weight_lock import WeightLock
 from sglang_april.metrics import Metrics
 
@@ -66,15 +65,6 @@ class AprilService:
         )
 
     # --- called by the routes
-
-    async def rollout(self, request: dict[str, Any]) -> dict[str, Any]:
-        """`POST /april/rollout` for callers in this process: run a round and return its reply, arrays as raw bytes."""
-        data = msgspec.msgpack.encode(request)
-        self.check_size(len(data))
-        body = requests.decode_rollout(data, True)
-        round_ = await self.open(body, check_rollout(body, packed=True))
-        reply = await self.wait(round_, round_.reply)
-        return msgspec.msgpack.decode(reply.encode(packed=True))
 
     def check_size(self, size: int) -> None:
         """Refuse a body beyond `--april-max-body-mb` before it is decoded.

@@ -31,9 +31,11 @@ log = logging.getLogger("sglang_april")
 RETRY_S = 0.5
 """Seconds before the writer retries a failed transaction."""
 
-OnWritten = Callable[[int, str, Mapping[int, str]], None]
-"""Called with the last batch written (0: none), the error of a failed transaction, and the batches of which a record
-can never be written, with the reason."""
+OnWritten = Callable[[int, Mapping[int, str]], None]
+"""Called with the last batch written (0: none), and the batches of which a record can never be written, with the
+reason."""
+OnFault = Callable[[str], None]
+"""Called with why the journal cannot be written from now on, or with an empty string if it can again."""
 
 NEVER = (sqlite3.DataError, sqlite3.IntegrityError, sqlite3.InterfaceError, sqlite3.ProgrammingError)
 """SQLite's errors that blame the record (PEP 249): too big, a constraint, a wrong type. Others blame file or disk."""
@@ -153,9 +155,9 @@ class Journal:
             raise JournalError(f"the journal {self.path} cannot be read: {error}") from error
         return saved
 
-    def start(self, written: OnWritten = lambda _last, _error, _failed: None) -> None:
-        """Start the writer. After every transaction it calls `written` in its own thread."""
-        self._written, self._bytes = written, self._size()
+    def start(self, written: OnWritten = lambda _last, _failed: None, fault: OnFault = lambda _error: None) -> None:
+        """Start the writer. In its own thread it calls `written` after every transaction, and then `fault`."""
+        self._written, self._fault, self._bytes = written, fault, self._size()
         self._thread = threading.Thread(target=self._write, name="april-journal", daemon=True)
         self._thread.start()
 
@@ -232,12 +234,15 @@ class Journal:
         return batches
 
     def _report(self, taken: int, error: str, failed: Mapping[int, str]) -> None:
-        if error and error != self.error:
+        before, self.error, self._bytes = self.error, error, self._size()
+        self._written(0 if error else taken, failed)
+        if error == before:
+            return
+        if error:
             log.error("%s; the write is retried, and replies wait for it", error)
-        elif self.error and not error:
+        else:
             log.info("the journal can be written again")
-        self.error, self._bytes = error, self._size()
-        self._written(0 if error else taken, error, failed)
+        self._fault(error)
 
     def _transaction(self, ops: list[Op]) -> str:
         """Run all operations in one transaction; returns why it failed, or an empty string.

@@ -15,7 +15,7 @@ from sglang_april.api.messages import (
     SavedTrajectory,
     Span,
 )
-from sglang_april.api.types import ATTACHED
+from sglang_april.api.run_keys import parse_run_key
 from sglang_april.recovery.journal_trajectories import DeliveredTrajectories, read_trajectories
 from sglang_april.recovery.sealed import CorruptRecordError, unseal
 
@@ -60,6 +60,7 @@ class SnapshotSample(msgspec.Struct, array_like=True):
 class SnapshotGroup(msgspec.Struct, array_like=True):
     gid: int
     run: str
+    """Key of its run (`run_keys.py`)."""
     incarnation: int
     prompt: Prompt
     params: bytes
@@ -99,6 +100,7 @@ class JournalSnapshot(msgspec.Struct):
     ids: list[tuple[str, str, int]] = []
     """(run, prompt id, next incarnation), the least recently accepted first; an empty id means all others."""
     rounds_opened: dict[str, int] = {}
+    """By the key of the run."""
     epoch: str = ""
     """Name of the last server epoch with this journal; the lock files of the disk tier contain it too."""
     next_epoch: str = ""
@@ -127,19 +129,20 @@ def read_snapshot(db: sqlite3.Connection) -> JournalSnapshot:
     saved.rounds_opened = dict(db.execute("SELECT run, max(number) FROM rounds GROUP BY run"))
     query = "SELECT gid, run, incarnation, prompt, params, accepted, n FROM groups WHERE NOT dropped ORDER BY gid"
     for gid, run, incarnation, prompt_blob, params_blob, accepted, n in db.execute(query).fetchall():
+        attached = parse_run_key(run)[0] != "prompts"
         try:
             prompt = unseal(prompt_blob, Prompt, gid, run, incarnation)
             params = unseal(params_blob, bytes, gid)
         except CorruptRecordError:
             saved.corrupt += 1
-            saved.lost += not run.startswith(ATTACHED) and _delivered_samples(db, gid) < n  # requests are sent again
+            saved.lost += not attached and _delivered_samples(db, gid) < n  # requests are sent again
             saved.repairs += [(statement, (gid,)) for statement in DROP_GROUP]
             continue
         if samples := _undelivered(db, saved, gid, prompt.n):
             group = SnapshotGroup(gid, run, incarnation, prompt, params, samples)
             if accepted is not None and group.whole:  # damage may have made it unfinished again
                 group.accepted = bool(accepted)
-            (saved.attached if run.startswith(ATTACHED) else saved.groups).append(group)
+            (saved.attached if attached else saved.groups).append(group)
     _forget_oldest(saved)
     delivered = read_trajectories(db, saved)
     _read_rounds(db, saved, delivered)

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import msgspec
 
 from sglang_april.api.messages import LegEnded, RoundEnded, SavedTrajectory
+from sglang_april.api.types import REMEMBERED
 from sglang_april.recovery.sealed import CorruptRecordError, seal, unseal
 
 DeliveredTrajectories = dict[str, dict[str, SavedTrajectory]]
@@ -24,7 +25,10 @@ class Restoring(Protocol):
 
 
 def trajectory(saved: SavedTrajectory) -> _Op:
-    """A trajectory has begun or ended; the legs of one that has left are deleted."""
+    """A trajectory has begun or ended; the legs of one that has left are deleted.
+
+    No reply may ever name it: its run may have no rounds.
+    """
     key = saved.run, saved.id
     row = (*key, saved.state, seal(saved, *key))
 
@@ -36,6 +40,7 @@ def trajectory(saved: SavedTrajectory) -> _Op:
         )
         if saved.state in ("rejected", "left"):
             db.execute("DELETE FROM legs WHERE run=? AND id=?", key)
+            _forget_oldest(db)
 
     return op
 
@@ -75,7 +80,7 @@ def deliver(db: sqlite3.Connection, event: RoundEnded, legs: Mapping[str, int]) 
     return True
 
 
-def delete_delivered(db: sqlite3.Connection, round_id: str, remembered: int) -> None:
+def delete_delivered(db: sqlite3.Connection, round_id: str) -> None:
     """A reply is no longer kept; of its trajectories, as of others that have left, the last ids are remembered."""
     found = db.execute("SELECT run, id, body FROM trajectories WHERE round_id=?", (round_id,)).fetchall()
     db.executemany("DELETE FROM legs WHERE run=? AND id=?", [(run, name) for run, name, _ in found])
@@ -83,10 +88,15 @@ def delete_delivered(db: sqlite3.Connection, round_id: str, remembered: int) -> 
         "UPDATE trajectories SET round_id=NULL, body=? WHERE run=? AND id=?",
         [(_without_result(*row), *row[:2]) for row in found],
     )
-    oldest = "(SELECT max(seq) FROM trajectories) - ?"
+    _forget_oldest(db)
+
+
+def _forget_oldest(db: sqlite3.Connection) -> None:
+    """Of trajectories that are in no reply and have left, the last ids are remembered."""
     db.execute(
-        f"DELETE FROM trajectories WHERE state='left' AND round_id IS NULL AND seq <= {oldest}",  # noqa: S608
-        (remembered,),
+        "DELETE FROM trajectories WHERE state IN ('left', 'rejected') AND round_id IS NULL "
+        "AND seq <= (SELECT max(seq) FROM trajectories) - ?",
+        (REMEMBERED,),
     )
 
 

@@ -26,9 +26,6 @@ class Outbox:
         self._waiting: deque[tuple[int, Event]] = deque()
         self._written = 0
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
     def send(self, event: Event, batch: int = 0) -> None:
         """Send an event after the batch of this number has been written and after all events sent earlier.
 

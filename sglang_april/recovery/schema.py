@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from sglang_april.api.messages import FinishedSample, Prompt, RoundEnded, RoundSpec
-from sglang_april.api.types import LEGS
+from sglang_april.api.run_keys import run_key
+from sglang_april.api.types import REMEMBERED
 from sglang_april.recovery.journal_snapshot import DROP_GROUP, Chunk
 from sglang_april.recovery.journal_trajectories import delete_delivered, deliver
 from sglang_april.recovery.sealed import seal
 
 SCHEMA = 6
-REMEMBERED = 2**16
-"""Number of ids of rounds without a kept reply that are remembered, to distinguish 410 from 404."""
 
 TABLES = """
 CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value) WITHOUT ROWID;
@@ -56,13 +55,7 @@ class RecordError(ValueError):
 def accepted(spec: RoundSpec, number: int, groups: Iterable[NewGroup], forgotten: Iterable[ForgottenIds] = ()) -> Op:
     """A round, the `number`th of its run, its new groups, and the ids that are no longer remembered because of them."""
     new, gone, run = list(groups), list(forgotten), spec.run
-    row = (
-        spec.round_id,
-        LEGS + run if spec.trajectories else run,
-        number,
-        seal(spec, spec.round_id, number),
-        int(spec.keep_until_ack),
-    )
+    row = spec.round_id, spec.run_key, number, seal(spec, spec.round_id, number), int(spec.keep_until_ack)
 
     def op(db: sqlite3.Connection) -> None:
         # An id without a reply may be used again once the HTTP process, which checks ids, has forgotten it.
@@ -147,7 +140,7 @@ def ended(event: RoundEnded, legs: Mapping[str, int] | None = None) -> Op:
 
     `legs`: in a round of trajectories, how many legs each of its records has.
     """
-    run = event.run if legs is None else LEGS + event.run
+    run = run_key("prompts" if legs is None else "legs", event.run)
     delivered = [(event.round_id, event.run, d.id, d.incarnation, i) for d in event.deliver for i in d.indices]
 
     def op(db: sqlite3.Connection) -> None:
@@ -177,7 +170,7 @@ def reply_deleted(round_id: str) -> Op:
         db.execute("UPDATE rounds SET ended=x'', spec=x'' WHERE round_id=?", (round_id,))
         db.execute("UPDATE finished SET body=x'' WHERE round_id=?", (round_id,))
         _forget_groups(db, gids)
-        delete_delivered(db, round_id, REMEMBERED)
+        delete_delivered(db, round_id)
         oldest = "(SELECT max(seq) FROM rounds) - ?"
         db.execute(f"DELETE FROM rounds WHERE length(ended)=0 AND seq <= {oldest}", (REMEMBERED,))  # noqa: S608
 

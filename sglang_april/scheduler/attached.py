@@ -15,12 +15,13 @@ import numpy as np
 
 from sglang_april.api import messages
 from sglang_april.api.messages import EndedRequest, FinishedSample
-from sglang_april.api.types import LEGS, MAX_RUNS
+from sglang_april.api.run_keys import run_key
+from sglang_april.api.types import MAX_RUNS
 from sglang_april.recovery.journal_snapshot import Chunk, SnapshotGroup
 from sglang_april.scheduler.attached_journal import tokens_of
 from sglang_april.scheduler.context import NO_CAP, Context
 from sglang_april.scheduler.quota import Round
-from sglang_april.scheduler.state import ATTACHED, Run, Sample, SampleKv, State
+from sglang_april.scheduler.state import Run, Sample, SampleKv, State
 from sglang_april.scheduler.suspend import Suspender
 from sglang_april.scheduler.tiers import Tiers
 from sglang_april.scheduler.trajectories import Leg, Trajectory
@@ -64,13 +65,12 @@ class Attached:
         """
         c = self._c
         leg, rounds = None, False
-        legs = (ATTACHED if trajectory is None else LEGS) + run
-        saved = self._saved(legs.removeprefix(ATTACHED), rid, input_ids, params)
+        saved = self._saved(run_key("requests" if trajectory is None else "legs", run), rid, input_ids, params)
         answered = saved is not None and saved.samples[0].finished is not None
         if trajectory is not None and answered and c.trajectory_run(run).recorded(trajectory, rid):
             trajectory = None  # the record has this leg; only its answer is sent again
         if trajectory is None:
-            owner = c.ledger.runs.get(ATTACHED + run) or c.new_attached_run(ATTACHED + run, run)
+            owner = c.ledger.runs.get(run_key("requests", run)) or c.new_attached_run("requests", run)
         else:
             known = c.trajectory_run(run)
             leg = known.begin_leg(trajectory, group, rid, np.frombuffer(input_ids, "<i4"))
@@ -87,8 +87,8 @@ class Attached:
                 leg.prefilled = len(leg.prompt)
                 self.first_token(leg.trajectory, sample)
             self._forget(leg.trajectory.run)
-        if owner.name not in c.attached and not rounds:
-            c.attached[owner.name] = Round(_spec(owner), owner, 0)
+        if owner.key not in c.attached and not rounds:
+            c.attached[owner.key] = Round(_spec(owner), owner, 0)
         c.trace("attach", [sample])
         c.ledger.admit(sample)
         if sample.kv.pages is None:
@@ -150,12 +150,12 @@ class Attached:
             c.engine.forget(sample)
             c.ledger.remove_attached(sample)
         if not run.groups:
-            c.attached.pop(run.name, None)
+            c.attached.pop(run.key, None)
         if is_described and result is None:
             return None
         ended = self.description(sample)
         if result is not None:
-            result.run, result.id = run.name.removeprefix(LEGS).removeprefix(ATTACHED), ended.rid
+            result.run, result.id = run.name, ended.rid
             ended.drawn = sample.group.prompt, result
         return ended
 

@@ -7,7 +7,6 @@ The journal does not create a request: its caller sends it again, and only then 
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from sglang_april.api.types import ATTACHED
 from sglang_april.recovery.journal_snapshot import MAX_KEPT, Chunk, JournalSnapshot, SnapshotGroup
 
 MAX_TOKENS = 2**24
@@ -39,8 +38,8 @@ class KeptRequests:
 
 
 def saved_requests(saved: JournalSnapshot) -> dict[tuple[str, str], SnapshotGroup]:
-    """Saved requests by run and `rid`, the latest of each `rid`; those without a token are omitted and begin anew."""
-    found = {(g.run.removeprefix(ATTACHED), g.prompt.id.partition(":")[2]): g for g in saved.attached}
+    """Saved requests by run key and `rid`, the latest of each. Those without a token begin anew: they are omitted."""
+    found = {(g.run, g.prompt.id.partition(":")[2]): g for g in saved.attached}
     return {key: group for key, group in found.items() if tokens_of(group).length}
 
 

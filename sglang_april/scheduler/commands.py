@@ -9,14 +9,15 @@ from sglang_april.api.messages import Prompt
 from sglang_april.scheduler import report
 from sglang_april.scheduler.attached import Attached
 from sglang_april.scheduler.context import Context
+from sglang_april.scheduler.ledger import Forgotten
 from sglang_april.scheduler.pushes import Interrupter
 from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.round_end import RoundEnd
-from sglang_april.scheduler.state import State
+from sglang_april.scheduler.round_opening import open_round
+from sglang_april.scheduler.state import Group, State
 from sglang_april.scheduler.suspend import Suspender
 from sglang_april.scheduler.tiers import Tiers
 from sglang_april.scheduler.trajectory_commands import TrajectoryCommands
-from sglang_april.scheduler.trajectory_round import TrajectoryRound
 
 MAX_QUOTA = 2**31 - 1
 
@@ -36,7 +37,7 @@ class Commands:
         self._round_end = round_end
         self._pushes = pushes
         self._tiers = tiers
-        self._trajectories = TrajectoryCommands(context, suspender, round_end, attached)
+        self._trajectories = TrajectoryCommands(context, round_end, attached)
         self._answered: dict[type, Callable[[Any], dict[str, Any] | None]] = {
             messages.OpenRound: self._open,
             messages.StopRound: self._stop,
@@ -90,39 +91,30 @@ class Commands:
         if reason := c.closed():
             raise RequestError(503, SHUTDOWN if c.closing else "", reason)
         spec = cmd.spec
-        if spec.trajectories:
-            return self._trajectories.open(spec)
-        if spec.run in c.rounds:
-            open_id = c.rounds[spec.run].spec.round_id
-            raise RequestError(409, "run", f"round {open_id!r} of run {spec.run!r} is still open")
-        c.ledger.check(spec.run, cmd.prompts)
-        self._check_carry(cmd.prompts)
-        run = c.ledger.run(spec.run)
+        if (known := c.rounds.get(spec.run_key)) is not None:
+            raise RequestError(409, "run", f"round {known.spec.round_id!r} of run {spec.run!r} is still open")
+        self._check_prompts(spec, cmd.prompts)
+        run = c.run_of(spec)
         if isinstance(spec.concurrency, int):
             self._suspender.keep_within(run, spec.concurrency)
         run.rounds_opened += 1
-        c.apply_rules(spec, run)
-        rnd = Round(spec, run, run.rounds_opened, tuned=c.tuned)
-        rnd.stats.carried_in = report.sizes(run)
-        groups = c.ledger.accept(spec.run, cmd.prompts, cmd.params)
-        forgotten = c.ledger.forget(spec.run, c.rounds.keys() | c.ahead.keys())
+        rnd = open_round(c, spec, run.rounds_opened)
+        groups, forgotten = self._accept(rnd, cmd)
         c.recorder.accepted(spec, rnd.number, groups, forgotten)
-        rnd.mark_mandatory(c.clock.version)
-        rnd.mark_cohort()
-        c.rounds[spec.run] = rnd
-        if ahead := c.ahead.pop(spec.run, None):
-            rnd.stats.ahead = ahead.stats
         self._round_end.mark_due()
         unjudged = [g.id for g in run.groups.values() if g.whole and g.accepted is None] if spec.judged else []
         incarnations = [g.incarnation for g in groups]
         return {"incarnations": incarnations, "policy_version": c.clock.version, "unjudged": unjudged}
 
-    def _check_carry(self, prompts: list[Prompt]) -> None:
+    def _check_prompts(self, spec: messages.RoundSpec, prompts: list[Prompt]) -> None:
         """Refuse new prompts while too much waits for delivery. A round without prompts only reduces it.
 
         Raises:
-            RequestError: 503.
+            RequestError: as for `Ledger.check`; 409 if the round is one of trajectories; 503.
         """
+        if prompts and spec.trajectories:
+            raise RequestError(409, "prompts", f"round {spec.round_id} is a round of trajectories, which has none")
+        self._c.ledger.check(spec.run, prompts)
         cap = self._c.carry_cap_tokens
         if prompts and (tokens := self._c.ledger.tokens()) >= cap:
             reason = (
@@ -130,6 +122,16 @@ class Commands:
                 "a round without prompts delivers them, POST /april/drop deletes them"
             )
             raise RequestError(503, "prompts", reason)
+
+    def _accept(
+        self, rnd: Round, cmd: messages.OpenRound | messages.ExtendRound
+    ) -> tuple[list[Group], list[Forgotten]]:
+        """Add prompts that `_check_prompts` has passed; returns their groups, and what is forgotten because of them."""
+        if rnd.spec.trajectories:  # its samples are requests of agents
+            return [], []
+        c, run = self._c, rnd.spec.run
+        groups = c.ledger.accept(run, cmd.prompts, cmd.params)
+        return groups, c.ledger.forget(run, c.rounds.keys() | c.ahead.keys())
 
     def _find(self, round_id: str) -> Round | None:
         """The open round of this id."""
@@ -156,18 +158,14 @@ class Commands:
                 raise RequestError(409, "quota_add", f"round {cmd.round_id} has no quota to add to")
             if rnd.spec.quota + cmd.quota_add > MAX_QUOTA:
                 raise RequestError(400, "quota_add", f"makes the quota greater than {MAX_QUOTA}")
-        if isinstance(rnd, TrajectoryRound):
-            return self._trajectories.extend(rnd, cmd)
-        c.ledger.check(rnd.run.name, cmd.prompts)
-        self._check_carry(cmd.prompts)
-        groups = c.ledger.accept(rnd.run.name, cmd.prompts, cmd.params)
+        self._check_prompts(rnd.spec, cmd.prompts)
+        groups, forgotten = self._accept(rnd, cmd)
         if rnd.spec.quota is not None:
             rnd.spec.quota += cmd.quota_add
         incarnations = [g.incarnation for g in groups]
         answer = {"quota": rnd.spec.quota, "counted": rnd.counted(), "incarnations": incarnations}
         if cmd.idempotency_key is not None:
             rnd.spec.extensions[cmd.idempotency_key] = messages.Extension(cmd.fingerprint, answer)
-        forgotten = c.ledger.forget(rnd.run.name, c.rounds.keys() | c.ahead.keys())
         c.recorder.extended(rnd.spec, rnd.number, groups, forgotten)
         self._round_end.mark_due()
         return answer

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sglang_april.api import messages
-from sglang_april.api.types import LEGS, MAX_RUNS
+from sglang_april.api.run_keys import RunKind, run_key
+from sglang_april.api.types import MAX_RUNS
 from sglang_april.kv.kv_pages import CopyTier
 from sglang_april.recovery.journal_snapshot import SnapshotGroup
 from sglang_april.scheduler.decisions import Decisions
@@ -13,7 +14,7 @@ from sglang_april.scheduler.ledger import Ledger
 from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.recorder import Unrecorded
 from sglang_april.scheduler.reservations import Reservations
-from sglang_april.scheduler.state import ATTACHED, Run, Sample
+from sglang_april.scheduler.state import Run, Sample
 from sglang_april.scheduler.trajectory_run import TrajectoryRun
 from sglang_april.scheduler.version_clock import VersionClock
 
@@ -35,17 +36,17 @@ class Context:
     recorder: Unrecorded = field(init=False)
     """Sends events to the HTTP process and, where this rank has a journal, writes it."""
     rounds: dict[str, Round] = field(default_factory=dict)
-    """Open rounds by run name."""
+    """Open rounds by the key of their run."""
     ahead: dict[str, Round] = field(default_factory=dict)
-    """By run name, rounds that have ended and whose run generates until its next one (`after_quota: continue`)."""
+    """Likewise, rounds that have ended and whose run generates until its next one (`after_quota: continue`)."""
     attached: dict[str, Round] = field(default_factory=dict)
-    """By run name, the rules under which attached requests run; nothing ends such a round."""
+    """Likewise, the rules under which attached requests run; nothing ends such a round."""
     trajectories: dict[str, TrajectoryRun] = field(default_factory=dict)
     """Trajectories by the name that their callers give the run."""
     park_cap_tokens: int = NO_CAP
     """Tokens of KV that ended legs may keep for the next ones."""
     saved_attached: dict[tuple[str, str], SnapshotGroup] = field(default_factory=dict)
-    """After a restart, by run and `rid`: attached requests in the journal that have not been sent again."""
+    """After a restart, by key of the run and `rid`: attached requests in the journal that have not been sent again."""
     attached_kv: messages.KvPolicy = "auto"
     """KV policy of attached requests of a run that has opened no round."""
     kv_of_run: dict[str, messages.KvPolicy] = field(default_factory=dict)
@@ -87,25 +88,29 @@ class Context:
 
     def round_of(self, sample: Sample) -> Round | None:
         """The open round of the sample's run."""
-        return self.rounds.get(sample.group.run.name)
+        return self.rounds.get(sample.group.run.key)
 
     def active_round(self, sample: Sample) -> Round | None:
         """The round under whose rules the sample runs: the open one, or the last one where its run runs ahead."""
-        return self.active_round_of(sample.group.run.name)
+        return self.active_round_of(sample.group.run)
 
-    def active_round_of(self, run: str) -> Round | None:
-        """The same, by the name of the run."""
-        return self.rounds.get(run) or self.ahead.get(run) or self.attached.get(run)
+    def active_round_of(self, run: Run) -> Round | None:
+        """The same, of a run."""
+        return self.rounds.get(run.key) or self.ahead.get(run.key) or self.attached.get(run.key)
+
+    def run_of(self, spec: messages.RoundSpec) -> Run:
+        """The run whose samples a round counts; it may be new."""
+        return self.trajectory_run(spec.run).legs if spec.trajectories else self.ledger.run(spec.run)
 
     def trajectory_run(self, name: str) -> TrajectoryRun:
         """The trajectories of a run; it may have none yet."""
         if name not in self.trajectories:
-            self.trajectories[name] = TrajectoryRun(name, self.new_attached_run(LEGS + name, name))
+            self.trajectories[name] = TrajectoryRun(name, self.new_attached_run("legs", name))
         return self.trajectories[name]
 
-    def new_attached_run(self, key: str, name: str) -> Run:
-        """A run of requests attached to the run `name`."""
-        return Run(key, kv=self.kv_of_run.get(name, self.attached_kv), attached=True)
+    def new_attached_run(self, kind: RunKind, name: str) -> Run:
+        """A run of requests or legs."""
+        return Run(name, kind, kv=self.kv_of_run.get(name, self.attached_kv))
 
     def apply_rules(self, spec: messages.RoundSpec, run: Run) -> None:
         """A round opens: its rules apply to its run from now on, and its `kv` to requests attached to the run.
@@ -116,7 +121,7 @@ class Context:
         self.kv_of_run[spec.run] = spec.kv
         if len(self.kv_of_run) > MAX_RUNS:
             del self.kv_of_run[next(iter(self.kv_of_run))]
-        requests, known = self.ledger.runs.get(ATTACHED + spec.run), self.trajectories.get(spec.run)
+        requests, known = self.ledger.runs.get(run_key("requests", spec.run)), self.trajectories.get(spec.run)
         if requests is not None:
             requests.kv = spec.kv
         if known is not None and not known.rounds_opened:

@@ -226,7 +226,7 @@ class Controller:
 
     def _count(self, run: Run | None, tokens: int) -> None:
         """Add the output tokens of one step to the statistics of the run's current round."""
-        rnd = self.context.active_round_of(run.name) if run is not None else None
+        rnd = self.context.active_round_of(run) if run is not None else None
         if rnd is not None:
             rnd.stats.tokens_generated += tokens
             if rnd.stats.t_quota_met is not None:
@@ -254,7 +254,7 @@ class Controller:
     def _first_token(self, sample: Sample, group: Group) -> None:
         """Running ahead counts as the next round, the earliest that can deliver these tokens."""
         run = group.run
-        group.first_round = run.rounds_opened + (run.name not in self.context.rounds)
+        group.first_round = run.rounds_opened + (run.key not in self.context.rounds)
         if group.leg is not None and not self.context.engine.refused(sample):
             self.attached.first_token(group.leg.trajectory, sample)
 

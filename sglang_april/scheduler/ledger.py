@@ -8,10 +8,10 @@ from collections.abc import Container, Iterable, Iterator
 
 from sglang_april.api.errors import RequestError
 from sglang_april.api.messages import Delivery, Prompt
+from sglang_april.api.run_keys import parse_run_key
 from sglang_april.api.types import MAX_RUNS
 from sglang_april.recovery.journal_snapshot import JournalSnapshot, SnapshotGroup
 from sglang_april.scheduler.state import (
-    ATTACHED,
     Group,
     JournalMarks,
     LedgerError,
@@ -35,6 +35,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.runs: dict[str, Run] = {}
+        """By key; runs of prompts have the name as their key."""
         self._groups_seen = 0
         self._admissions = 0
 
@@ -88,7 +89,7 @@ class Ledger:
             saved: the same request in the journal, whose place it takes.
             parked: the sample that holds the KV of the leg's first tokens, which becomes the leg's sample.
         """
-        self.runs[run.name] = run
+        self.runs[run.key] = run
         prompt = saved.prompt if saved else Prompt(f"{self._groups_seen}:{rid}", input_ids, n=1, params=0, seed=0)
         group = Group(run, prompt, params, 0, saved.gid if saved else self._groups_seen, leg=leg)
         self._groups_seen += 1
@@ -104,7 +105,7 @@ class Ledger:
         self.drop(run, [sample.group.id])
         sample.state = State.FINISHED  # a caller that still holds it, for example to suspend it, leaves it alone
         if not run.groups and not run.parked:
-            del self.runs[run.name]
+            del self.runs[run.key]
 
     def park(self, sample: Sample) -> None:
         """A leg has ended, and its sample keeps the KV for the next one."""
@@ -121,7 +122,7 @@ class Ledger:
         if sample in run.parked:
             del run.parked[sample]
             if not run.groups and not run.parked:
-                self.runs.pop(run.name, None)
+                self.runs.pop(run.key, None)
 
     def with_kv(self) -> Iterator[Sample]:
         """All samples with KV pages outside of the engine's batches."""
@@ -142,8 +143,8 @@ class Ledger:
         run = self.runs[name] = self.runs.pop(name)
         ids = list(itertools.islice(run.incarnations, max(0, len(run.incarnations) - MAX_IDS)))
         run.first_incarnation = max([run.first_incarnation, *map(run.incarnations.pop, ids)])
-        others = (r for r in self.runs.values() if r is not run and r.name not in busy)
-        idle = [r.name for r in others if not r.groups and not r.parked]
+        others = (r for r in self.runs.values() if r is not run and r.key not in busy)
+        idle = [r.key for r in others if not r.groups and not r.parked]
         runs = idle[: max(0, len(self.runs) - MAX_RUNS)]
         for other in runs:
             del self.runs[other]
@@ -157,9 +158,9 @@ class Ledger:
                 self.run(run_name).incarnations[prompt_id] = incarnation
             else:
                 self.run(run_name).first_incarnation = incarnation
-        for run_name, count in saved.rounds_opened.items():
-            if not run_name.startswith(ATTACHED):
-                self.run(run_name).rounds_opened = count
+        for key, count in saved.rounds_opened.items():
+            if parse_run_key(key)[0] == "prompts":
+                self.run(key).rounds_opened = count
         for known in saved.groups:
             self._restore_group(known)
 

@@ -122,15 +122,7 @@ class Recorder(Unrecorded):
         self._outbox = Outbox(engine.send)
         self._records: list[schema.Op] = []
         self._batches = 0
-        self._fault = ""
-        journal.start(self._written)
-
-    def _written(self, batch: int, error: str, failed: Mapping[int, str]) -> None:
-        """Called in the writer's thread."""
-        self._outbox.release(batch, failed)
-        if error != self._fault:
-            self._fault = error
-            self._outbox.send(JournalFault(error))
+        journal.start(self._outbox.release, lambda error: self._outbox.send(JournalFault(error)))
 
     # --- messages
 
@@ -193,7 +185,7 @@ class Recorder(Unrecorded):
         """Whether the journal has the sample's group: that of an attached request is written with its first tokens."""
         group, marks = sample.group, sample.journal
         if sample.attached and group.params and not marks.admission:
-            self._records.append(schema.attached(group.run.name, _new(group)))
+            self._records.append(schema.attached(group.run.key, _new(group)))
             marks.admission = True
         return marks.admission or not sample.attached
 

@@ -5,11 +5,10 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from sglang_april.api.types import LEGS
 from sglang_april.kv import cost_model
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.quota import Round
-from sglang_april.scheduler.state import ATTACHED, Run, Sample, State
+from sglang_april.scheduler.state import Run, Sample, State
 from sglang_april.scheduler.tiers import Tiers
 from sglang_april.scheduler.trajectory_run import TrajectoryRun
 
@@ -120,8 +119,7 @@ def _attached(c: Context) -> dict[str, dict[str, int]]:
     pending: dict[str, Counter[str]] = {}
     for run in c.ledger.runs.values():
         if run.attached and run.groups:
-            name = run.name.removeprefix(LEGS).removeprefix(ATTACHED)
-            pending.setdefault(name, Counter()).update(sizes(run))
+            pending.setdefault(run.name, Counter()).update(sizes(run))
     return {name: dict(total) for name, total in pending.items()}
 
 

@@ -9,18 +9,16 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from sglang_april.api.messages import FinishedSample, Restored, SavedTrajectory
-from sglang_april.api.types import LEGS
+from sglang_april.api.run_keys import parse_run_key
 from sglang_april.kv.kv_pages import StoredKv
 from sglang_april.recovery import journal_snapshot
-from sglang_april.recovery.journal_snapshot import JournalSnapshot, SnapshotGroup, SnapshotRound
+from sglang_april.recovery.journal_snapshot import JournalSnapshot, SnapshotGroup
 from sglang_april.recovery.kv_recovery import Outcome
-from sglang_april.scheduler import report
 from sglang_april.scheduler.attached_journal import saved_requests
 from sglang_april.scheduler.context import Context
-from sglang_april.scheduler.quota import Round
+from sglang_april.scheduler.round_opening import open_round
 from sglang_april.scheduler.state import Sample, State
 from sglang_april.scheduler.tiers import Tiers
-from sglang_april.scheduler.trajectory_round import TrajectoryRound
 
 FindKv = Callable[[Sequence[tuple[Sample, StoredKv]]], Sequence[Outcome]]
 """Searches the disk tiers of all ranks together: one outcome per sample."""
@@ -49,7 +47,7 @@ def restore(c: Context, saved: JournalSnapshot) -> None:
     c.step = max((s.step for g in saved.groups for s in g.samples), default=0)
     _restore_trajectories(c, saved)
     for known in saved.rounds:
-        _reopen(c, known)
+        open_round(c, known.spec, known.number).stats.warnings.append(RESTARTED)
     c.saved_attached = saved_requests(saved)
 
 
@@ -59,26 +57,10 @@ def _restore_trajectories(c: Context, saved: JournalSnapshot) -> None:
         of_run.setdefault(one.run, []).append(one)
     for name, trajectories in of_run.items():
         c.trajectory_run(name).restore(trajectories)
-    for name, count in saved.rounds_opened.items():
-        if name.startswith(LEGS):
-            c.trajectory_run(name.removeprefix(LEGS)).rounds_opened = count
-
-
-def _reopen(c: Context, known: SnapshotRound) -> None:
-    rnd: Round
-    if known.spec.trajectories:
-        trajectories = c.trajectory_run(known.spec.run)
-        run = trajectories.legs
-        rnd = TrajectoryRound(known.spec, run, known.number, trajectories=trajectories)
-    else:
-        run = c.ledger.run(known.spec.run)
-        rnd = Round(known.spec, run, known.number)
-    c.apply_rules(known.spec, run)
-    rnd.stats.carried_in = report.sizes(run)
-    rnd.stats.warnings.append(RESTARTED)
-    rnd.mark_mandatory(c.clock.version)
-    rnd.mark_cohort()
-    c.rounds[run.name] = rnd
+    for key, count in saved.rounds_opened.items():
+        kind, name = parse_run_key(key)
+        if kind == "legs":
+            c.trajectory_run(name).legs.rounds_opened = count
 
 
 def recover_kv(c: Context, tiers: Tiers, find_kv: FindKv) -> None:

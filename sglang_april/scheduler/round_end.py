@@ -1,7 +1,6 @@
 """Check rounds after relevant events and end those that are due; `quota.py` decides whether one is."""
 
 from sglang_april.api import messages
-from sglang_april.api.types import LEGS
 from sglang_april.scheduler import report
 from sglang_april.scheduler.attached import Attached
 from sglang_april.scheduler.context import Context
@@ -59,14 +58,15 @@ class RoundEnd:
         self.end(rnd, reason, ids)
 
     def abandon(self, run: str, round_id: str) -> None:
-        """Close a round that was never accepted, because it could not be journalled: there is no reply."""
-        for name in (run, LEGS + run):
-            rnd = self.context.rounds.get(name)
-            if rnd is None or rnd.spec.round_id != round_id:
-                continue
-            self.context.engine.settle()
+        """Close a round that was never accepted, because it could not be journalled: there is no reply.
+
+        Another run may have a round of the same id, which is why it could not be.
+        """
+        c = self.context
+        for rnd in [r for r in c.rounds.values() if (r.spec.run, r.spec.round_id) == (run, round_id)]:
+            c.engine.settle()
             self._suspender.suspend_run(rnd.run, rnd.spec.tier)
-            del self.context.rounds[name]
+            del c.rounds[rnd.run.key]
             self._tiers.round_ended()
 
     def end(self, rnd: Round, reason: messages.EndReason, ids: list[str] | None) -> None:
@@ -80,9 +80,9 @@ class RoundEnd:
         if not runs_ahead or rnd.update_limit_reached():
             self._suspender.suspend_run(rnd.run, rnd.spec.tier)
         carried = report.carried(c, rnd.run)
-        del c.rounds[rnd.run.name]
+        del c.rounds[rnd.run.key]
         self._tiers.round_ended()
-        rnd.stats.kv_lost = self._tiers.lost.pop(rnd.run.name, 0)
+        rnd.stats.kv_lost = self._tiers.lost.pop(rnd.run.key, 0)
         stats, lengths = {**rnd.stats.report(carried), **report.concurrency(rnd)}, report.lengths(rnd.run)
         stats["kv_cost"] = report.kv_cost(c)
         ended = messages.RoundEnded(
@@ -102,12 +102,12 @@ class RoundEnd:
             c.recorder.ended(ended)
         if runs_ahead and (rnd.run.groups or isinstance(rnd, TrajectoryRound)):
             rnd.run_ahead()
-            c.ahead[rnd.run.name] = rnd
+            c.ahead[rnd.run.key] = rnd
 
     def _end_trajectories(self, rnd: TrajectoryRound, ended: messages.RoundEnded) -> None:
         run = rnd.trajectories
-        run.rejected += rnd.surplus
+        run.rejected |= dict.fromkeys(rnd.surplus)
         self._attached.drop_trajectories(run, rnd.surplus)
-        ended.trajectories, ended.rejected, run.rejected = rnd.delivered, run.rejected, []
+        ended.trajectories, ended.rejected, run.rejected = rnd.delivered, list(run.rejected), {}
         ended.carried["trajectories"] = rnd.report(self.context.clock.version)
         self.context.recorder.ended(ended, rnd.legs)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sglang_april.api.messages import FinishedSample, KvPolicy, Prompt, Provenance, Span
-from sglang_april.api.types import ATTACHED as ATTACHED
+from sglang_april.api.run_keys import RunKind, run_key
 from sglang_april.kv.cost_model import Reason
 from sglang_april.kv.kv_pages import Pages, Prefix
 from sglang_april.recovery.journal_snapshot import Chunk
@@ -246,9 +246,12 @@ class Group:
 
 @dataclass(eq=False, slots=True)
 class Run:
-    """One training run: the owner of its prompts and partials."""
+    """One training run's samples of one kind: the owner of its prompts and partials."""
 
     name: str
+    """As callers name it; a run of another kind can have the same name."""
+    kind: RunKind = "prompts"
+    key: str = field(init=False)
     groups: "OrderedDict[str, Group]" = field(default_factory=OrderedDict)
     """Undelivered groups by prompt id, in arrival order."""
     incarnations: dict[str, int] = field(default_factory=dict)
@@ -272,8 +275,14 @@ class Run:
     queued: QueuedGroups = field(default_factory=QueuedGroups)
     parked: "dict[Sample, None]" = field(default_factory=dict)
     """Samples that hold the KV of an ended leg: between two legs, and until the next leg's prefill is launched."""
-    attached: bool = False
-    """Its samples are requests of SGLang's own routes, each a group of one that no round delivers (`attached.py`)."""
+
+    def __post_init__(self) -> None:
+        self.key = run_key(self.kind, self.name)
+
+    @property
+    def attached(self) -> bool:
+        """Its samples are requests of SGLang's own routes, each a group of one that no round delivers."""
+        return self.kind != "prompts"
 
     def named(self, ids: list[str] | None) -> list[Group]:
         """Undelivered groups with one of these prompt ids; all when `ids` is None."""

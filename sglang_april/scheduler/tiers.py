@@ -288,7 +288,7 @@ class Tiers:
         self._c.trace("lost", [sample])
         self.lost_total += 1
         self.last_failure = why
-        self.lost[sample.group.run.name] += 1
+        self.lost[sample.group.run.key] += 1
         if rnd := self._c.active_round(sample):
             rnd.stats.warn(f"stored KV could not be used and is recomputed: {why}")
         self.release(sample)

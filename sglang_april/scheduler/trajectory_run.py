@@ -30,11 +30,15 @@ class TrajectoryRun:
     """Those of them that are done, in order."""
     ended: "OrderedDict[str, Outcome]" = field(default_factory=OrderedDict)
     """How trajectories have ended, the last ones, delivered ones included."""
-    rejected: list[str] = field(default_factory=list)
-    """Those that have been rejected since the last reply."""
-    rounds_opened: int = 0
+    rejected: dict[str, None] = field(default_factory=dict)
+    """Those of them that have been rejected since the last reply."""
     ends: int = 0
     """Trajectories that have ended so far."""
+
+    @property
+    def rounds_opened(self) -> int:
+        """Rounds of trajectories that the run has had."""
+        return self.legs.rounds_opened
 
     def restore(self, saved: list[SavedTrajectory]) -> None:
         """After a restart: add the trajectories of this run, in the order in which they began."""
@@ -50,7 +54,7 @@ class TrajectoryRun:
             if one.state == "done":
                 self.done[self.active[one.id]] = None
             elif one.state == "rejected":
-                self.rejected.append(one.id)
+                self.rejected[one.id] = None
             self.ends = max(self.ends, one.order + 1)
 
     def recorded(self, name: str, rid: str) -> bool:
@@ -123,7 +127,7 @@ class TrajectoryRun:
         if outcome == "done":
             self.done[trajectory] = None
         elif self.active.pop(name, None) is not None:
-            self.rejected.append(name)
+            self.rejected[name] = None
         return trajectory
 
     def drop(self, name: str) -> Trajectory | None:
@@ -142,7 +146,8 @@ class TrajectoryRun:
     def _remember(self, name: str, outcome: Outcome) -> None:
         self.ended[name] = outcome
         if len(self.ended) > MAX_ENDED:
-            self.ended.popitem(last=False)
+            oldest, _ = self.ended.popitem(last=False)
+            self.rejected.pop(oldest, None)
 
     def deliver(self, trajectory: Trajectory) -> None:
         """A reply contains it: it leaves."""

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from sglang_april.api import messages
-from sglang_april.recovery.journal import Journal, OnWritten
+from sglang_april.recovery.journal import Journal, OnFault, OnWritten
 from sglang_april.recovery.kv_recovery import KvSearch
 from sglang_april.recovery.schema import Op
 from sglang_april.scheduler.recorder import Recorder
@@ -44,14 +44,14 @@ class PacedJournal(Journal):
         super().__init__(path)
         self._ahead, self._done, self._told = ahead, 0, threading.Condition()
 
-    def start(self, written: OnWritten = lambda _last, _error, _failed: None) -> None:
-        def on_stored(last: int, error: str, failed: Mapping[int, str]) -> None:
-            written(last, error, failed)
+    def start(self, written: OnWritten = lambda _last, _failed: None, fault: OnFault = lambda _error: None) -> None:
+        def on_stored(last: int, failed: Mapping[int, str]) -> None:
+            written(last, failed)
             with self._told:
                 self._done = last
                 self._told.notify()
 
-        super().start(on_stored)
+        super().start(on_stored, fault)
 
     def put(self, batch: Sequence[Op]) -> int:
         number = super().put(batch)

@@ -9,7 +9,7 @@ import numpy as np
 
 from sglang_april.api import messages
 from sglang_april.kv.kv_pages import StoredKv
-from sglang_april.recovery.journal import Journal, OnWritten
+from sglang_april.recovery.journal import Journal, OnFault, OnWritten
 from sglang_april.recovery.journal_snapshot import JournalSnapshot
 from sglang_april.recovery.kv_recovery import KvSearch, Outcome, combine_outcomes
 from sglang_april.recovery.schema import Op
@@ -29,13 +29,13 @@ KEPT = 2
 class PromptJournal(Journal):
     """Writes synchronously, so that tests are deterministic."""
 
-    def start(self, written: OnWritten = lambda _last, _error, _failed: None) -> None:
+    def start(self, written: OnWritten = lambda _last, _failed: None, fault: OnFault = lambda _error: None) -> None:
         self._written = written
 
     def put(self, batch: list[Op]) -> int:
         self._put += 1
         assert self._transaction(list(batch)) == ""
-        self._written(self._put, "", {})
+        self._written(self._put, {})
         return self._put
 
 

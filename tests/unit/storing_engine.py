@@ -30,7 +30,7 @@ PAGE = 4
 
 def key_of(sample: Sample) -> Key:
     group = sample.group
-    return Key(group.run.name, group.id, group.incarnation, sample.index)
+    return Key(group.run.key, group.id, group.incarnation, sample.index)
 
 
 class StoringEngine(FakeEngine):

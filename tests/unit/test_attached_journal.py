@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sglang_april.api.messages import FinishedSample, Prompt, Span
-from sglang_april.api.types import ATTACHED
+from sglang_april.api.run_keys import run_key
 from sglang_april.recovery import journal_snapshot, schema
 from sglang_april.recovery.journal import Journal
 from sglang_april.recovery.journal_snapshot import Chunk, JournalSnapshot
@@ -15,6 +15,7 @@ from sglang_april.scheduler.attached_journal import KeptRequests, saved_requests
 from sglang_april.scheduler.restore import restored_event
 
 SPANS = [Span(0, 3, 1, "fresh")]
+AGENTS = run_key("requests", "agents")
 
 
 def ids(*tokens: int) -> bytes:
@@ -45,23 +46,23 @@ def saved_after(path: Path, *records: schema.Op) -> JournalSnapshot:
 
 def test_tokens_and_answers_are_found_by_run_and_rid(tmp_path: Path) -> None:
     chunk = Chunk(ids(1, 2, 3), logprobs(3), SPANS)
-    tail = FinishedSample(ATTACHED + "r", "4:b", 0, 0, ids(9), logprobs(1), SPANS, {"type": "stop", "matched": 9}, 0)
+    tail = FinishedSample(AGENTS, "4:b", 0, 0, ids(9), logprobs(1), SPANS, {"type": "stop", "matched": 9}, 0)
     saved = saved_after(
         tmp_path / "journal",
-        schema.attached(ATTACHED + "r", request(5, "a")),
+        schema.attached(AGENTS, request(5, "a")),
         schema.tokens(5, 0, 0, chunk),
-        schema.attached(ATTACHED + "r", request(4, "b")),
+        schema.attached(AGENTS, request(4, "b")),
         schema.tokens(4, 0, 0, chunk),
         schema.finished(4, 3, 17, tail),
-        schema.attached(ATTACHED + "r", request(6, "without tokens")),
-        schema.attached(ATTACHED + "r", request(7, "dropped")),
+        schema.attached(AGENTS, request(6, "without tokens")),
+        schema.attached(AGENTS, request(7, "dropped")),
         schema.dropped([7]),
     )
     assert (saved.next_gid, saved.groups, saved.corrupt) == (8, [], 0)
     found = saved_requests(saved)
-    assert found.keys() == {("r", "a"), ("r", "b")}
-    assert tokens_of(found["r", "a"]) == chunk
-    answered = found["r", "b"]
+    assert found.keys() == {(AGENTS, "a"), (AGENTS, "b")}
+    assert tokens_of(found[AGENTS, "a"]) == chunk
+    answered = found[AGENTS, "b"]
     assert tokens_of(answered).output_ids == ids(1, 2, 3, 9)
     assert answered.samples[0].finished is not None
     assert answered.samples[0].finished.finish_reason == {"type": "stop", "matched": 9}
@@ -74,19 +75,19 @@ def test_tokens_and_answers_are_found_by_run_and_rid(tmp_path: Path) -> None:
 def test_the_latest_request_of_a_rid_counts(tmp_path: Path) -> None:
     saved = saved_after(
         tmp_path / "journal",
-        schema.attached(ATTACHED + "r", request(1, "a")),
+        schema.attached(AGENTS, request(1, "a")),
         schema.tokens(1, 0, 0, Chunk(ids(1), logprobs(1), SPANS)),
-        schema.attached(ATTACHED + "r", request(2, "a")),
+        schema.attached(AGENTS, request(2, "a")),
         schema.tokens(2, 0, 0, Chunk(ids(2), logprobs(1), SPANS)),
     )
-    assert saved_requests(saved)["r", "a"].gid == 2
+    assert saved_requests(saved)[AGENTS, "a"].gid == 2
 
 
 def test_an_older_request_does_not_lower_the_next_number(tmp_path: Path) -> None:
     saved = saved_after(
         tmp_path / "journal",
-        schema.attached(ATTACHED + "r", request(9, "a")),
-        schema.attached(ATTACHED + "r", request(3, "b")),
+        schema.attached(AGENTS, request(9, "a")),
+        schema.attached(AGENTS, request(3, "b")),
     )
     assert saved.next_gid == 10
 
@@ -107,7 +108,7 @@ def test_a_request_that_is_not_sent_again_yet_is_not_evicted(tmp_path: Path, mon
     monkeypatch.setattr(attached_journal, "MAX_KEPT", 1)
     saved = saved_after(
         tmp_path / "journal",
-        schema.attached(ATTACHED + "r", request(1, "a")),
+        schema.attached(AGENTS, request(1, "a")),
         schema.tokens(1, 0, 0, Chunk(ids(1), logprobs(1), SPANS)),
     )
     kept = KeptRequests(saved.attached)
@@ -119,7 +120,7 @@ def test_a_restart_keeps_every_token_of_requests_in_flight(tmp_path: Path, monke
     monkeypatch.setattr(attached_journal, "MAX_TOKENS", 10)
     monkeypatch.setattr(journal_snapshot, "MAX_TOKENS", 10, raising=False)
     chunk = Chunk(ids(*range(8)), logprobs(8), SPANS)
-    records = [[schema.attached(ATTACHED + "r", request(i, str(i))), schema.tokens(i, 0, 0, chunk)] for i in range(3)]
+    records = [[schema.attached(AGENTS, request(i, str(i))), schema.tokens(i, 0, 0, chunk)] for i in range(3)]
     saved = saved_after(tmp_path / "journal", *(record for pair in records for record in pair))
     assert [group.gid for group in saved.attached] == [0, 1, 2]
     assert restored_event(saved, unnamed=False).warnings == []
@@ -129,7 +130,7 @@ def test_requests_that_are_never_sent_again_do_not_accumulate(tmp_path: Path, mo
     """Callers whose `rid`s SGLang draws send theirs again under other ones."""
     monkeypatch.setattr(journal_snapshot, "MAX_KEPT", 2)
     path, chunk = tmp_path / "journal", Chunk(ids(1), logprobs(1), SPANS)
-    records = [[schema.attached(ATTACHED + "r", request(i, str(i))), schema.tokens(i, 0, 0, chunk)] for i in range(3)]
+    records = [[schema.attached(AGENTS, request(i, str(i))), schema.tokens(i, 0, 0, chunk)] for i in range(3)]
     saved = saved_after(path, *(record for pair in records for record in pair))
     assert [group.gid for group in saved.attached] == [1, 2]
     assert restored_event(saved, unnamed=False).warnings == [

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from sglang_april.api import messages
-from sglang_april.api.errors import RequestError
 from sglang_april.api.requests import RolloutBody, SamplingBody
 from sglang_april.config import AprilConfig
 from sglang_april.http import audit as audit_module
@@ -312,7 +311,9 @@ def test_a_refused_round_names_the_reason() -> None:
     async def scenario() -> None:
         april, _ = service(audit=1, audit_strict=True)
         april.audit.refusal = "the audit found it wrong"
-        with pytest.raises(RequestError, match="the audit found it wrong"):
-            await april.rollout({"prompts": [prompt(input_ids=np.array([1], "<i4").tobytes())]})
+        async with client_of(april) as client:
+            refused = await client.post("/april/rollout", json={"prompts": [prompt()]})
+        assert refused.status_code == 503
+        assert refused.json()["error"] == {"field": "audit", "reason": "the audit found it wrong"}
 
     run(scenario())

@@ -225,12 +225,12 @@ def test_full_disk_is_reported_and_the_write_retried(tmp_path: Path) -> None:
     journal._db.execute(f"PRAGMA max_page_count={limit}")
     full = Chunk(bytes(10**6), b"", [])
 
-    def hear(last: int, error: str, _failed: Mapping[int, str]) -> None:
-        reported.append((last, error))
+    def hear(last: int, _failed: Mapping[int, str]) -> None:
+        reported.append((last, journal.error))
         states.append(journal.state())
         if len(reported) == 2:  # in the writer's thread: space is freed
             journal._db.execute("PRAGMA max_page_count=1000000")
-        if not error:
+        if not journal.error:
             again.set()
 
     journal.start(hear)
@@ -265,10 +265,10 @@ def test_a_disk_that_fails_does_not_end_the_writer(tmp_path: Path, monkeypatch: 
         if failing.is_set():
             raise sqlite3.OperationalError("disk I/O error")
 
-    def hear(last: int, error: str, _failed: Mapping[int, str]) -> None:
-        reported.append((last, error))
+    def hear(last: int, _failed: Mapping[int, str]) -> None:
+        reported.append((last, journal.error))
         failing.clear()
-        if not error:
+        if not journal.error:
             again.set()
 
     monkeypatch.setattr(Path, "stat", fail)

@@ -37,7 +37,7 @@ def recording_of(folder: Path, lib: ctypes.CDLL, sync: str) -> list[Act]:
     """Everything a journal writes until just before it is closed."""
     with recorded(lib) as recording:
         journal = PromptJournal(folder / "journal", "full" if sync == "full" else "normal")
-        journal.start(lambda last, _error, _failed: recording.mark(last))
+        journal.start(lambda last, _failed: recording.mark(last))
         journal._db.execute("PRAGMA wal_autocheckpoint=8")
         if sync == "off":
             journal._db.execute("PRAGMA synchronous=OFF")

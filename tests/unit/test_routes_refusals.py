@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator
 import pytest
 
 from sglang_april.api import messages
-from sglang_april.api.errors import RequestError
 from tests.unit.http_app import client_of, open_round, run
 from tests.unit.scripted_engine import prompt, service
 
@@ -80,16 +79,6 @@ def test_a_body_beyond_the_limit_is_refused_before_it_is_parsed(declared: bool) 
             response = await client.post("/april/push/begin", content=b"{}" + b" " * (2**20 - 2))
             assert response.status_code == 200, "exactly the limit"
         assert [type(c) for c in engine.commands] == [messages.PushBegin]
-
-    run(scenario())
-
-
-def test_a_call_in_this_process_has_the_same_limit() -> None:
-    async def scenario() -> None:
-        april, _ = service(max_body_mb=1)
-        with pytest.raises(RequestError) as caught:
-            await april.rollout({"prompts": [prompt(id="a", metadata="x" * 2**20)]})
-        assert caught.value.status == 413
 
     run(scenario())
 

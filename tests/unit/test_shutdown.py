@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sglang_april.api import messages
-from sglang_april.api.errors import SHUTDOWN, RequestError
+from sglang_april.api.errors import SHUTDOWN
 from sglang_april.http.shutdown import shut_down
 from sglang_april.scheduler import report
 from tests.unit.controller_harness import ControllerHarness, given_as, ids, lengths
@@ -139,19 +139,16 @@ def test_open_rounds_get_503_and_copies_are_waited_for() -> None:
     async def story() -> None:
         april, _ = service(engine, journal="/j", disk_dir="/tmp", disk_gb=1.0)
         april.restored_state._complete.set()
-        request = {"run": "r", "prompts": [prompt()], "quota": 1}
-        waiting = asyncio.ensure_future(april.rollout(request))
-        while not april.rounds.open_ids():
-            await asyncio.sleep(0)
-        await shut_down(april)
-        with pytest.raises(RequestError) as ended:
-            await waiting
-        assert (ended.value.status, ended.value.field) == (503, SHUTDOWN)
-        assert "open again" in ended.value.reason
-        with pytest.raises(RequestError) as refused:
-            await april.rollout(request)
-        assert (refused.value.status, refused.value.field) == (503, SHUTDOWN)
-        assert refused.value.reason == "the server is shutting down"
+        async with client_of(april) as client:
+            waiting = await open_round(client, engine, prompts=[prompt()])
+            while not april.rounds.open_ids():
+                await asyncio.sleep(0)
+            await shut_down(april)
+            ended, refused = await waiting, await client.post("/april/rollout", json={"prompts": [prompt()]})
+        assert (ended.status_code, ended.json()["error"]["field"]) == (503, SHUTDOWN)
+        assert "open again" in ended.json()["error"]["reason"]
+        shutting_down = {"field": SHUTDOWN, "reason": "the server is shutting down"}
+        assert (refused.status_code, refused.json()["error"]) == (503, shutting_down)
         assert requested.count(messages.GetState) == 3
         assert requested.count(messages.Shutdown) == 1
 

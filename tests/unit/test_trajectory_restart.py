@@ -101,7 +101,7 @@ def test_records_verdicts_and_the_round_are_restored(w: JournalledLegs) -> None:
     (rnd,) = w.context.rounds.values()
     assert (rnd.spec.round_id, rnd.spec.quota, rnd.counted()) == ("r0", 3, 1)
     run = w.context.trajectories["run"]
-    assert (list(run.active), [t.id for t in run.done], run.rejected) == (["a", "b", "d"], ["b"], ["c"])
+    assert (list(run.active), [t.id for t in run.done], list(run.rejected)) == (["a", "b", "d"], ["b"], ["c"])
     new = run.active["a"]
     assert [(s.ids.tolist(), s.legs) for s in new.sequences] == [(s.ids.tolist(), s.legs) for s in old.sequences]
     assert (new.legs, new.mismatches, new.tokens, new.oldest) == (3, 1, 10, 0)
@@ -196,6 +196,24 @@ def test_a_forgotten_run_does_not_come_back(w: JournalledLegs, monkeypatch: pyte
     w.step(6)
     w.crash()
     assert list(w.context.trajectories) == ["new"]
+
+
+def test_of_rejected_trajectories_the_last_ones_are_remembered(
+    w: JournalledLegs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run without rounds has no reply that names them; one that opens a round later names those that are left."""
+    monkeypatch.setattr("sglang_april.scheduler.trajectory_run.MAX_ENDED", 2)
+    monkeypatch.setattr("sglang_april.recovery.journal_trajectories.REMEMBERED", 3)
+    for i in range(7):
+        w.leg("run", f"r{i}", PROMPT, 2, f"t{i}")
+        w.step(6)
+        w.done("run", reject=(f"t{i}", f"unknown{i}"))
+    assert list(w.context.trajectories["run"].rejected) == ["t6"]
+    w.crash()
+    (rows,) = w.recorder._journal._db.execute("SELECT count(*) FROM trajectories").fetchone()
+    assert rows == 3
+    assert list(w.context.trajectories["run"].rejected) == ["t6"]
+    assert w.done("run", "t6").status == 409, "it is still known that it was rejected"
 
 
 def test_damage_costs_an_active_trajectory_its_later_legs_and_a_done_one_itself(w: JournalledLegs) -> None:

@@ -178,7 +178,7 @@ def test_other_records_of_the_same_transaction_are_written(tmp_path: Path) -> No
     journal.put([lambda _db: gate.wait(10)])
     journal.put([schema.version(3), unwritable])
     journal.put([accept(0, request("a", "p"))])
-    journal.start(lambda last, error, failed: written.append((last, error, dict(failed))))
+    journal.start(lambda last, failed: written.append((last, journal.error, dict(failed))))
     gate.set()
     journal.close()
     assert written[-1][:2] == (3, "")

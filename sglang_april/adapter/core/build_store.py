@@ -51,7 +51,7 @@ def tier_budgets(config: AprilConfig, page_format: PageFormat, ranks: int, local
 
 def key_of(sample: Sample) -> Key:
     group = sample.group
-    return Key(group.run.name, group.id, group.incarnation, sample.index)
+    return Key(group.run.key, group.id, group.incarnation, sample.index)
 
 
 def build_store(
