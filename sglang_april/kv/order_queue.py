@@ -9,6 +9,10 @@ from typing import NamedTuple
 Act = Callable[[], None]
 
 
+class OrderCancelledError(Exception):
+    """An order that has been cancelled is not carried out, or not to its end."""
+
+
 class _Order(NamedTuple):
     position: int
     """Position in the order of submission."""
@@ -26,6 +30,7 @@ class OrderQueue:
     - A load overtakes orders of other copies, because a step waits for it, and it allocates nothing: what it needs was
       stored when it was submitted, and an order that frees it comes later.
     - Slices of an idle task run when nothing else waits, and one between two orders, so that the task ends under load.
+    - A cancelled order keeps its place: `check_cancelled` raises before its first step, or before the next one.
     """
 
     def __init__(self) -> None:
@@ -37,6 +42,10 @@ class OrderQueue:
         """By copy, the positions of the waiting orders that are not loads."""
         self._idle: tuple[int, Iterator[None]] | None = None
         self._idle_is_due = False
+        self._unfinished: set[int] = set()
+        """Numbers of the orders that wait or are being executed."""
+        self._executing: int | None = None
+        self._cancelled: set[int] = set()
         self._closed = False
 
     def put(self, order: int | None, number: int, act: Act) -> None:
@@ -45,36 +54,62 @@ class OrderQueue:
             position = next(self._positions)
             self._orders.append(_Order(position, order, number, act))
             self._waiting[number].append(position)
-            self._wake.notify()
+            if order is not None:
+                self._unfinished.add(order)
+            self._wake.notify_all()
 
     def put_load(self, order: int, number: int, act: Act) -> None:
         """Submit a load of a copy."""
         with self._wake:
             self._loads.append(_Order(next(self._positions), order, number, act))
-            self._wake.notify()
+            self._unfinished.add(order)
+            self._wake.notify_all()
 
     def put_idle(self, order: int, slices: Iterator[None]) -> None:
         """Submit a task in slices, which ends with its iterator. There must be no other one."""
         with self._wake:
             assert self._idle is None, "two idle tasks"
             self._idle = order, slices
-            self._wake.notify()
+            self._wake.notify_all()
+
+    def wait(self, order: int) -> None:
+        """Block until the order has been executed; idle tasks are not waited for."""
+        with self._wake:
+            self._wake.wait_for(lambda: order not in self._unfinished)
+
+    def cancel(self, order: int) -> None:
+        """Skip the order if it has not begun; block until it has ended if it is being executed."""
+        with self._wake:
+            if order in self._unfinished:
+                self._cancelled.add(order)
+            self._wake.wait_for(lambda: self._executing != order)
+
+    def check_cancelled(self) -> None:
+        """Called by the worker thread before each step of an order.
+
+        Raises:
+            OrderCancelledError: the order that is being executed has been cancelled.
+        """
+        if self._executing in self._cancelled:
+            raise OrderCancelledError("the order was cancelled")
 
     def close(self) -> None:
         """End the iteration when all orders have been executed. An idle task is abandoned."""
         with self._wake:
             self._closed = True
-            self._wake.notify()
+            self._wake.notify_all()
 
     def __iter__(self) -> Iterator[tuple[int | None, Act]]:
         """(number of the outcome to report, what to do) of each order in turn; blocks while there is none."""
         while True:
             with self._wake:
+                self._end_order()
                 self._wake.wait_for(lambda: self._orders or self._loads or self._idle or self._closed)
                 if self._idle is not None and (self._idle_is_due or not (self._orders or self._loads or self._closed)):
                     chosen = None
                 elif self._orders or self._loads:
                     chosen = self._pop()
+                    self._executing = chosen.order
                 else:
                     return
             self._idle_is_due = chosen is not None
@@ -82,6 +117,14 @@ class OrderQueue:
                 yield chosen.order, chosen.act
             elif self._idle is not None:
                 yield from self._slice(*self._idle)
+
+    def _end_order(self) -> None:
+        """The order that was yielded last has been executed."""
+        if self._executing is not None:
+            self._unfinished.remove(self._executing)
+            self._cancelled.discard(self._executing)
+            self._executing = None
+            self._wake.notify_all()
 
     def _slice(self, order: int, slices: Iterator[None]) -> Iterator[tuple[int, Act]]:
         """Run one slice; the end of the task, also by an exception, is a separate order."""

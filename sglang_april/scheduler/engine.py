@@ -174,8 +174,9 @@ class Engine(Protocol):
     def wait(self, order: int) -> None:
         """Block until this rank has carried the order out."""
 
-    def wait_for_pool(self) -> None:
-        """Block while this rank copies from the pool for a copy that has been discarded since it began."""
+    def cancel(self, order: int) -> None:
+        """End a copy out or a load, whose slots are free afterwards: a rank that has not begun it skips it, and one
+        that carries it out blocks until it has stopped. Its end is reported like that of other orders."""
 
     def free_pages(self, pages: Pages) -> None:
         """Free the device slots and unlock the radix tree; a copy remains."""

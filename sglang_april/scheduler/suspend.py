@@ -69,7 +69,6 @@ class Suspender:
             tiers.demote(sample)
         while (copying := tiers.transfers.first_copying_out()) is not None:
             tiers.free_slots_now(copying)
-        self._c.engine.wait_for_pool()
 
     def relieve_pressure(self) -> None:
         """Make room for running work: demote partials, then suspend the newest running samples."""

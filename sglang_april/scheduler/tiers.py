@@ -238,10 +238,14 @@ class Tiers:
         return True
 
     def _cancel_load(self, pages: Pages) -> None:
-        assert pages.transfer is not None
-        self._c.engine.wait(pages.transfer)
-        self.transfers.pop(pages.transfer)
+        self._cancel_transfer(pages)
         self._free_slots(pages)
+
+    def _cancel_transfer(self, pages: Pages) -> None:
+        """End the transfer between slots and copy, if there is one: other samples may use its slots from now on."""
+        if pages.transfer is not None:
+            self._c.engine.cancel(pages.transfer)
+            self.transfers.pop(pages.transfer)
 
     def _free_slots(self, pages: Pages) -> None:
         """A complete copy remains."""
@@ -307,18 +311,13 @@ class Tiers:
     # --- copies
 
     def _discard_copy(self, pages: Pages) -> None:
-        """Discard the copy. A rank carries out an order that still writes it before the one that discards it."""
+        """Discard the copy, also one that is being made or moved."""
         copy = pages.copy
         assert copy is not None
-        copying = pages.state in (KvState.COPYING_OUT, KvState.COPYING_OUT_SLOTS_FREED)
-        if copy.prefix is not None and copying and pages.transfer is not None:
-            # This transfer may be reading the prefix, for other samples too, from slots that are written to next.
-            self._c.engine.wait(pages.transfer)
+        self._cancel_transfer(pages)
         self.used[copy.tier] -= copy.cost
         if copy.prefix is not None:
             self._budget.drop_user(copy.prefix)
         self._c.engine.discard(copy.number)
-        if pages.transfer is not None:
-            self.transfers.pop(pages.transfer)
         pages.copy = None
         pages.change(KvState.DEVICE if pages.ready else KvState.RELEASED)

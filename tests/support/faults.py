@@ -28,9 +28,9 @@ def _no_space(_armed: Armed, _stock: Callable[..., Any], *_args: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _flip(_armed: Armed, stock: Callable[..., Any], store: Any, number: int, *args: Any) -> None:
-    stock(store, number, *args)
-    store._arena.pages(store._held[number].ranges[0])[0, 0] ^= 4
+def _flip(_armed: Armed, stock: Callable[..., Any], copies: Any, number: int, *args: Any) -> None:
+    stock(copies, number, *args)
+    copies._arena.pages(copies._held[number].ranges[0])[0, 0] ^= 4
 
 
 def _start_reversed(_armed: Armed, stock: Callable[..., Any], resumer: Any, samples: list[Any]) -> None:
@@ -57,10 +57,10 @@ Fault = tuple[str, Callable[..., Any]]
 """The function, and what replaces it."""
 
 COPY_FAULTS: dict[str, Fault] = {
-    "slow copy": (KV + "page_store.PageStore._copy_to_host", _wait),
-    "slow load": (KV + "page_store.PageStore._load", _wait),
+    "slow copy": (KV + "stored_copies.StoredCopies.copy_to_host", _wait),
+    "slow load": (KV + "stored_copies.StoredCopies.load", _wait),
     "full disk": (KV + "disk_tier.DiskTier._write_all", _no_space),
-    "flipped bit": (KV + "page_store.PageStore._copy_to_host", _flip),
+    "flipped bit": (KV + "stored_copies.StoredCopies.copy_to_host", _flip),
 }
 """Faults that ranks agree on, and survive."""
 

@@ -53,7 +53,11 @@ class Folder:
 
 @dataclass(eq=False, slots=True)
 class StartedCopy:
+    order: int
+    """-1: its end is not reported."""
     number: int
+    """The copy."""
+    loads: bool
     act: Callable[[], str]
     """Carries the order out; returns why it failed, or an empty string."""
     due: int
@@ -62,7 +66,9 @@ class StartedCopy:
 
 
 class Copies:
-    """Carries out orders in sequence, each `delay` steps after it was given; every `fail_every`-th fails (0: none)."""
+    """Carries out orders as late as it may, each at most `delay` steps after it was given, in the sequence of the page
+    store (`OrderQueue`): loads overtake orders of other copies. Every `fail_every`-th order fails (0: none).
+    """
 
     def __init__(self, delay: int = 0, fail_every: int = 0) -> None:
         self.engine: Any = None
@@ -75,6 +81,7 @@ class Copies:
         self._orders: list[StartedCopy] = []
         self._step = 0
         self._discarded: set[int] = set()
+        """Copies whose discard is ordered."""
 
     def put(self, order: int, pages: Pages, key: SampleKey, version: int, history: list[Any]) -> None:
         number, tier, slots = pages.copy.number, pages.copy.tier, list(pages.slots)
@@ -87,7 +94,7 @@ class Copies:
                 self._write(number)
             return ""
 
-        self._give(order, act)
+        self._give(order, number, act)
 
     def get(self, order: int, pages: Pages) -> None:
         number, slots = pages.copy.number, list(pages.slots)
@@ -99,7 +106,7 @@ class Copies:
                 self.engine.cells[slot] = cell
             return ""
 
-        self._give(order, act)
+        self._give(order, number, act, loads=True)
 
     def spill(self, order: int, pages: Pages) -> None:
         number = pages.copy.number
@@ -110,10 +117,16 @@ class Copies:
             self._write(number)
             return ""
 
-        self._give(order, act)
+        self._give(order, number, act)
 
     def report(self, order: int) -> None:
-        self._give(order, lambda: "")
+        self._give(order, -1, lambda: "")
+
+    def cancel(self, order: int) -> None:
+        """Skip the order unless it has been carried out; here no order takes time."""
+        for given in self._orders:
+            if given.order == order and given.failure is None:
+                given.failure = ""
 
     def discard(self, number: int) -> None:
         def act() -> str:
@@ -124,7 +137,7 @@ class Copies:
             return ""
 
         self._discarded.add(number)
-        self._give(-1, act)
+        self._give(-1, number, act)
 
     def _write(self, number: int) -> None:
         self.on_disk.add(number)
@@ -141,19 +154,17 @@ class Copies:
 
     def carry_out_first(self, orders: int) -> None:
         """Carry out only the first orders, as a worker whose process is killed."""
-        for order in self._orders[:orders]:
-            self._act(order)
+        for _ in range(orders):
+            if any(given.failure is None for given in self._orders):
+                self._act_next()
 
-    def carry_out(self, number: int) -> None:
+    def carry_out(self, order: int) -> None:
         """Carry out all orders up to this one."""
-        if any(o.number == number for o in self._orders):
-            for order in self._orders:
-                self._act(order)
-                if order.number == number:
-                    return
+        while not self.has_ended(order):
+            self._act_next()
 
-    def is_carried_out(self, number: int) -> bool:
-        return all(o.failure is not None for o in self._orders if o.number == number)
+    def has_ended(self, order: int) -> bool:
+        return all(given.failure is not None for given in self._orders if given.order == order)
 
     def unreported_failure(self) -> bool:
         """Whether an order has failed whose message is not sent yet."""
@@ -166,21 +177,25 @@ class Copies:
     def end_of_step(self) -> messages.Moved | None:
         """The message that rank 0 broadcasts before the next step."""
         self._step += 1
-        done, failed = [], {}
-        while self._orders and self._orders[0].due <= self._step:
-            order = self._orders.pop(0)
-            self._act(order)
-            if order.number >= 0:
-                if order.failure:
-                    failed[order.number] = order.failure
-                else:
-                    done.append(order.number)
-        return messages.Moved(done, failed) if done or failed else None
+        due = [given for given in self._orders if given.due <= self._step]
+        while any(given.failure is None for given in due):
+            self._act_next()
+        del self._orders[: len(due)]
+        failed = {given.order: given.failure for given in due if given.order >= 0 and given.failure}
+        done = [given.order for given in due if given.order >= 0 and not given.failure]
+        return messages.Moved(done, failed) if due else None
 
-    def _give(self, number: int, act: Callable[[], str]) -> None:
-        self._orders.append(StartedCopy(number, act, self._step + 1 + self._delay))
+    def _give(self, order: int, number: int, act: Callable[[], str], *, loads: bool = False) -> None:
+        self._orders.append(StartedCopy(order, number, loads, act, self._step + 1 + self._delay))
 
-    def _act(self, order: StartedCopy) -> None:
-        if order.failure is None:
-            fails = self._fail_every and order.number >= 0 and order.number % self._fail_every == 0
-            order.failure = "injected" if fails else order.act()
+    def _act_next(self) -> None:
+        waiting = [given for given in self._orders if given.failure is None]
+        of_copies: set[int] = set()
+        chosen = waiting[0]
+        for given in waiting:
+            if given.loads and given.number not in of_copies:
+                chosen = given
+                break
+            of_copies.add(given.number)
+        fails = self._fail_every and chosen.order >= 0 and chosen.order % self._fail_every == 0
+        chosen.failure = "injected" if fails else chosen.act()

@@ -282,11 +282,11 @@ class FakeEngine(FakeLoop):
     def wait(self, order: int) -> None:
         self.copies.carry_out(order)
 
-    def wait_for_pool(self) -> None:
-        """Copies are made within a step."""
+    def cancel(self, order: int) -> None:
+        self.copies.cancel(order)
 
     def free_pages(self, pages: Pages) -> None:
-        assert not pages.loading or self.copies.is_carried_out(pages.transfer), "slots that a copy still writes to"
+        assert not pages.loading or self.copies.has_ended(pages.transfer), "slots that a load still writes to"
         if pages.slots is not None:
             self.free += pages.slots
             pages.slots = None

@@ -71,6 +71,10 @@ class StoringEngine(FakeEngine):
         self._ended(order)
         super().spill(sample, order)
 
+    def cancel(self, order: int) -> None:
+        self.store.cancel(order)
+        super().cancel(order)
+
     def discard(self, number: int) -> None:
         self.store.discard(number)
         super().discard(number)

@@ -14,9 +14,9 @@ from april_kernels.kv_pages import PlaneTable
 from sglang_april.config import AprilConfig
 from sglang_april.kv.copiers import CpuCopier
 from sglang_april.kv.disk_tier import DiskTier, Key
-from sglang_april.kv.host_tier import HostArena
+from sglang_april.kv.host_tier import HostArena, HostPages
 from sglang_april.kv.page_format import PAGE_FORMATS, PageFormat, QuantizedPages, RawPages
-from sglang_april.kv.page_store import HostPages, PageStore
+from sglang_april.kv.page_store import PageStore
 
 PAGE, SLOTS, TOKENS = 4, 64, 21
 KEY = Key("run", "prompt", 0, 1)
@@ -103,7 +103,7 @@ def test_damage_is_detected(rank: StoreOfHalfPool, where: str, tmp_path: Path) -
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
     else:
-        held = rank.store._held[7]
+        held = rank.store._copies._held[7]
         assert isinstance(held, HostPages)
         rank.arena.pages(held.ranges[0])[0, 3] ^= 1
     rank.store.load(3, 7, torch.arange(TOKENS))

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_april.kv import page_store
+from sglang_april.kv import stored_copies
 from sglang_april.kv.order_queue import OrderQueue
 from tests.unit.rank_store import KEY, OTHER_SLOTS, RankStore, slots_of
 
@@ -64,13 +64,13 @@ def test_load_overtakes_waiting_spills_but_not_those_of_its_own_copy(rank: RankS
 
 def test_check_runs_in_slices_between_orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long check delays an order by one slice, and a copy that is discarded meanwhile is not damaged."""
-    monkeypatch.setattr(page_store, "VERIFY_BYTES", 1)
+    monkeypatch.setattr(stored_copies, "VERIFY_BYTES", 1)
     rank = RankStore(tmp_path)
     for i in range(4):
         rank.store.copy_to_host(i, 10 + i, slots_of(32, seed=i), None)
         assert rank.outcome(i) == ""
     started, held = threading.Event(), threading.Event()
-    checksum, slices = page_store.kv_pages.checksum, []
+    checksum, slices = stored_copies.kv_pages.checksum, []
 
     def slow_checksum(pages: torch.Tensor) -> torch.Tensor:
         slices.append(len(pages))
@@ -78,7 +78,7 @@ def test_check_runs_in_slices_between_orders(tmp_path: Path, monkeypatch: pytest
         assert held.wait(60)
         return checksum(pages)
 
-    monkeypatch.setattr(page_store.kv_pages, "checksum", slow_checksum)
+    monkeypatch.setattr(stored_copies.kv_pages, "checksum", slow_checksum)
     rank.store.verify(50)
     assert started.wait(60)
     rank.store.discard(10)
@@ -95,20 +95,20 @@ def test_check_of_a_file_does_not_share_its_memory_with_other_orders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU a chunk of a copy is larger than a slice of a check, between two of which a load reads another file."""
-    monkeypatch.setattr(page_store, "VERIFY_BYTES", 1)
+    monkeypatch.setattr(stored_copies, "VERIFY_BYTES", 1)
     rank = RankStore(tmp_path, chunk_bytes=1 << 20)
     for i in range(2):
         rank.store.copy_to_disk(i, 10 + i, slots_of(16, seed=i), KEY._replace(member=i), 0)
         assert rank.outcome(i) == ""
     started, held = threading.Event(), threading.Event()
-    checksum = page_store.kv_pages.checksum
+    checksum = stored_copies.kv_pages.checksum
 
     def slow_checksum(pages: torch.Tensor) -> torch.Tensor:
         started.set()
         assert held.wait(60)
         return checksum(pages)
 
-    monkeypatch.setattr(page_store.kv_pages, "checksum", slow_checksum)
+    monkeypatch.setattr(stored_copies.kv_pages, "checksum", slow_checksum)
     rank.store.verify(50)
     assert started.wait(60)
     rank.store.load(51, 11, OTHER_SLOTS[:16])
@@ -160,7 +160,7 @@ def test_failed_check_names_the_damaged_copies(tmp_path: Path) -> None:
     for i in range(2):
         rank.store.copy_to_host(i, 10 + i, slots_of(8, seed=i), None)
         assert rank.outcome(i) == ""
-    held = rank.store._held[11]
+    held = rank.store._copies._held[11]
     rank.arena.pages(held.ranges[0])[0, 0] ^= 4  # type: ignore[union-attr]
     rank.store.verify(50)
     assert rank.outcome(50) == "DamagedError: copies 11 are damaged"

@@ -73,7 +73,7 @@ def test_group_members_share_one_stored_prompt(rank: RankStore, spill: bool) -> 
 
 
 def held(rank: RankStore, number: int) -> HostPages | DiskPages:
-    return rank.store._held[number]
+    return rank.store._copies._held[number]
 
 
 def flip_a_bit(rank: RankStore, where: str, folder: Path) -> None:

@@ -9,7 +9,6 @@ from sglang_april.kv.kv_pages import KvState, KvStateError, Pages
 from sglang_april.scheduler import report
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.state import Sample
-from sglang_april.scheduler.suspend import Suspender
 from sglang_april.scheduler.tiers import Tiers
 from sglang_april.scheduler.version_clock import VersionClock
 from tests.unit.controller_harness import Build, lengths
@@ -52,8 +51,8 @@ class Orders:
     def tokens_for_next_decode(self) -> int:
         return 0
 
-    def wait_for_pool(self) -> None:
-        self.calls.append(("wait for pool",))
+    def cancel(self, order: int) -> None:
+        self.calls.append(("cancel", order))
 
     def discard(self, number: int) -> None:
         self.calls.append(("discard", number))
@@ -161,23 +160,43 @@ def test_a_recomputed_prompt_is_another_prefix() -> None:
     assert g.tiers.used["host"] == 2 * (32 + 32)
 
 
-def test_a_discarded_copy_that_reads_a_shared_prompt_is_waited_for() -> None:
-    """Other samples use the prefix that this order reads from slots that are no longer protected."""
-    g = FourPartials()
-    g.tiers.demote(g.samples[0])
-    order = g.engine.calls[0][1]
-    g.tiers.release(g.samples[0])
-    assert ("wait", order) in g.engine.calls
-    assert g.tiers.used["host"] == 0
-
-
-def test_an_evacuation_waits_for_a_discarded_copy_that_is_being_made() -> None:
-    """No order is known for it any more, and its slots are about to be unmapped."""
+@pytest.mark.parametrize("spilled", [False, True])
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_copy_that_is_discarded_while_it_is_made_is_cancelled_alone(spilled: bool, resumes: bool) -> None:
+    """Its order reads slots, for the shared prompt too, which the discard lets others write. No queue is waited for."""
     g = FourPartials(disk=1000)
-    g.tiers.demote(g.samples[0], "disk")
-    g.tiers.release(g.samples[0])
-    Suspender(g.context, g.tiers).evacuate()
-    assert g.engine.calls[-1] == ("wait for pool",)
+    sample = g.samples[0]
+    g.tiers.demote(sample)
+    order, pages = g.engine.calls[0][1], sample.kv.pages
+    assert pages is not None
+    if spilled:
+        g.tiers._spill(sample, pages)
+    given = len(g.engine.calls)
+    if resumes:
+        g.tiers.prepare_resume(sample)
+        g.tiers.drop_prefix(sample)
+    else:
+        g.tiers.release(sample)
+    assert g.engine.calls[given] == ("cancel", order)
+    assert {call[0] for call in g.engine.calls[given + 1 :]} == {"discard"}
+    assert pages.state is (KvState.DEVICE if resumes else KvState.RELEASED)
+    assert g.tiers.used == {"host": 0, "disk": 0}
+
+
+def test_a_load_behind_the_spill_of_its_copy_is_cancelled_alone() -> None:
+    g = FourPartials(disk=1000)
+    sample = g.samples[0]
+    g.tiers.demote(sample)
+    g.complete()
+    pages = sample.kv.pages
+    assert pages is not None
+    g.tiers._spill(sample, pages)
+    assert g.tiers.load(sample)
+    order = pages.transfer
+    g.tiers.demote(sample)
+    assert g.engine.calls[-1] == ("cancel", order)
+    assert (pages.state, pages.tier) == (KvState.STORED, "disk")
+    assert g.tiers.load(sample)
 
 
 def test_a_full_host_spills_to_the_disk_and_a_full_disk_evicts() -> None:

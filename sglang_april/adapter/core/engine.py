@@ -276,8 +276,8 @@ class SchedulerEngine(Capacity):
     def wait(self, order: int) -> None:
         self.store.wait(order)
 
-    def wait_for_pool(self) -> None:
-        self.store.wait_for_pool()
+    def cancel(self, order: int) -> None:
+        self.store.cancel(order)
 
     def free_pages(self, pages: Pages) -> None:
         self.pages.free_slots(pages)
