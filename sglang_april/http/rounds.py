@@ -13,8 +13,6 @@ from sglang_april.api.types import MAX_RUNS, REMEMBERED
 from sglang_april.http.completed_groups import CompletedGroups, GroupSlice
 from sglang_april.http.reply import Reply
 
-"""Number of remembered ids of rounds whose replies are no longer kept, to distinguish 410 from 404."""
-
 logger = logging.getLogger("sglang_april")
 
 
