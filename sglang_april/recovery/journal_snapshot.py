@@ -47,8 +47,8 @@ class SnapshotSample(msgspec.Struct, array_like=True):
     """A sample of an undelivered group: finished, or with the tokens it had at its last record."""
 
     index: int
-    place: int = -1
-    """Position in admission order; -1 if it never entered the engine."""
+    queue_position: int = -1
+    """Number of its first admission; -1 if it never entered the engine."""
     number: int = -1
     """Number of the round, within its run, in which it first entered the engine."""
     chunk: Chunk | None = None
@@ -191,8 +191,8 @@ def _undelivered(db: sqlite3.Connection, saved: JournalSnapshot, gid: int, n: in
         start, step, body, round_id = rows.get(index, (0, 0, None, None))
         if round_id is not None:
             continue
-        place, number = first.get(index, (-1, -1))
-        sample = SnapshotSample(index, place, number, step=step)
+        position, number = first.get(index, (-1, -1))
+        sample = SnapshotSample(index, position, number, step=step)
         sample.chunk = _tokens(db, saved, gid, index)
         if body is not None:
             try:

@@ -117,9 +117,10 @@ def _forget_ids(db: sqlite3.Connection, forgotten: list[ForgottenIds]) -> None:
             db.execute("INSERT OR REPLACE INTO ids VALUES(?,'',?)", (run, first))
 
 
-def admitted(gid: int, index: int, place: int, number: int) -> Op:
-    """A sample enters the engine for the first time: its position in admission order, and the number of the round."""
-    return lambda db: db.execute("INSERT OR REPLACE INTO admitted VALUES(?,?,?,?)", (gid, index, place, number))
+def admitted(gid: int, index: int, queue_position: int, number: int) -> Op:
+    """A sample enters the engine for the first time: its queue position, and the number of the round."""
+    row = gid, index, queue_position, number
+    return lambda db: db.execute("INSERT OR REPLACE INTO admitted VALUES(?,?,?,?)", row)
 
 
 def tokens(gid: int, index: int, start: int, chunk: Chunk) -> Op:

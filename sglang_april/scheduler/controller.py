@@ -195,7 +195,7 @@ class Controller:
                 ended.append(sample)
             elif finished:
                 done.append(self._finish(sample, None))
-            elif interval and (length + sample.order) % interval < drawn:  # neighbours in a batch at different steps
+            elif interval and (length + sample.queue_position) % interval < drawn:  # not all samples at one step
                 self.context.recorder.drawn(sample)
         self._count(run, tokens)
         if ended:

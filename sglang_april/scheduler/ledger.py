@@ -169,9 +169,9 @@ class Ledger:
         group = Group(run, prompt, known.params, known.incarnation, known.gid)
         for kept in known.samples:
             sample = Sample(group, kept.index, sample_seed(prompt.seed, prompt.id, known.incarnation, kept.index))
-            sample.order, sample.admitted_round = kept.place, kept.number
-            sample.journal.admission = kept.place >= 0
-            self._admissions = max(self._admissions, kept.place + 1)
+            sample.queue_position, sample.admitted_round = kept.queue_position, kept.number
+            sample.journal.admission = kept.queue_position >= 0
+            self._admissions = max(self._admissions, kept.queue_position + 1)
             # A sample that ran ahead counts for the round after the last one.
             run.rounds_opened = max(run.rounds_opened, kept.number - 1)
             if kept.finished is not None:
@@ -195,8 +195,8 @@ class Ledger:
 
     def admit(self, sample: Sample) -> None:
         """A queued or suspended sample enters the engine."""
-        if sample.order < 0:
-            sample.order = self._admissions
+        if sample.queue_position < 0:
+            sample.queue_position = self._admissions
             self._admissions += 1
         sample.group.run.suspended.pop(sample, None)
         sample.move(State.RUNNING)

@@ -65,7 +65,7 @@ def _restore_trajectories(c: Context, saved: JournalSnapshot) -> None:
 
 def recover_kv(c: Context, tiers: Tiers, find_kv: FindKv) -> None:
     """Take over the KV files that verify on all ranks, as far as the disk tier's budget goes."""
-    partials = sorted(c.ledger.samples(State.SUSPENDED), key=lambda s: s.order)
+    partials = sorted(c.ledger.samples(State.SUSPENDED), key=lambda s: s.queue_position)
     wanted = [(sample, _kv_to_find(sample)) for sample in partials]
     for (sample, kv), outcome in zip(wanted, find_kv(wanted), strict=True):
         if outcome == "":

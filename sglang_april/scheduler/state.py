@@ -116,9 +116,8 @@ class Sample:
     length: int = 0
     """Output tokens so far, from the first admission on."""
     spans: list[Span] = field(default_factory=list)
-    order: int = -1
-    """Position in admission order, -1 before the first admission. Suspending keeps it, so a resumed batch has its old
-    order."""
+    queue_position: int = -1
+    """Number of its first admission, -1 before it. Suspending keeps it, so a resumed batch has its old order."""
     request: Any = None
     """The engine's request object."""
     finish_step: int = -1
@@ -177,8 +176,8 @@ class Group:
     prompt: Prompt
     params: bytes
     incarnation: int
-    order: int
-    """Position in arrival order, counted since the server (or its journal) began."""
+    gid: int
+    """Number in order of arrival, counted since the server (or its journal) began; identifies it in the journal."""
     samples: dict[int, Sample] = field(default_factory=dict)
     """Undelivered samples by index."""
     counts: dict[State, int] = field(default_factory=lambda: dict.fromkeys(State, 0))

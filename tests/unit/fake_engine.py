@@ -246,7 +246,9 @@ class FakeEngine(FakeLoop):
         return Chunk(np.array(tokens, "<i4").tobytes(), logprobs, sample.closed_spans())
 
     def newest_first(self, samples: Sequence[Sample]) -> list[Sample]:
-        return sorted((s for s in samples if s.request is not None and s.request.slots), key=lambda s: -s.order)
+        return sorted(
+            (s for s in samples if s.request is not None and s.request.slots), key=lambda s: -s.queue_position
+        )
 
     # --- pages
 

@@ -77,7 +77,7 @@ def _recount_run(run: Run) -> list[int]:
     assert [run.running, run.finished, run.whole] == [totals[1], totals[3], whole]
     assert run.suspended.keys() == set(suspended)
     assert run.queued.begun.keys() == begun
-    assert run.queued.new == sorted(new, key=lambda g: g.order)
+    assert run.queued.new == sorted(new, key=lambda g: g.gid)
     return totals
 
 

@@ -76,7 +76,7 @@ def test_order_is_fixed_at_the_first_admission() -> None:
     driver.begin(b.samples[0])
     driver.begin(a.samples[0])
     driver.start(a.samples[0], b.samples[0])
-    assert [b.samples[0].order, a.samples[0].order] == [0, 1]
+    assert [b.samples[0].queue_position, a.samples[0].queue_position] == [0, 1]
 
 
 def test_a_group_leaves_with_its_last_sample() -> None:
