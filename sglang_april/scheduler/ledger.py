@@ -11,16 +11,8 @@ from sglang_april.api.messages import Delivery, Prompt
 from sglang_april.api.run_keys import parse_run_key
 from sglang_april.api.types import MAX_RUNS
 from sglang_april.recovery.journal_snapshot import JournalSnapshot, SnapshotGroup
-from sglang_april.scheduler.state import (
-    Group,
-    JournalMarks,
-    LedgerError,
-    Recompute,
-    Run,
-    Sample,
-    State,
-    sample_seed,
-)
+from sglang_april.scheduler.runs import Run
+from sglang_april.scheduler.state import Group, JournalMarks, LedgerError, Recompute, Sample, State, sample_seed
 from sglang_april.scheduler.trajectories import Leg
 
 MAX_IDS = 2**16

@@ -10,7 +10,8 @@ from itertools import islice
 
 from sglang_april.api.messages import Delivery, EndReason, RoundSpec, Tuned
 from sglang_april.scheduler.ledger import Ledger
-from sglang_april.scheduler.state import Group, Run, Sample, State
+from sglang_april.scheduler.runs import Run
+from sglang_april.scheduler.state import Group, Sample, State
 from sglang_april.scheduler.stats import RoundStats
 
 

@@ -4,7 +4,8 @@ from collections.abc import Callable, Collection
 
 from sglang_april.api.messages import Tier
 from sglang_april.scheduler.context import Context
-from sglang_april.scheduler.state import Run, Sample, State
+from sglang_april.scheduler.runs import Run
+from sglang_april.scheduler.state import Sample, State
 from sglang_april.scheduler.tiers import Tiers
 
 HEADROOM_STEPS = 4

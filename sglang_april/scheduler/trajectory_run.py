@@ -7,7 +7,7 @@ from typing import Literal
 
 from sglang_april.api.errors import RequestError
 from sglang_april.api.messages import SavedTrajectory
-from sglang_april.scheduler.state import Run
+from sglang_april.scheduler.runs import Run
 from sglang_april.scheduler.trajectories import Ids, Leg, Trajectory
 
 MAX_ENDED = 2**16
