@@ -86,7 +86,7 @@ class SavedTrajectory(msgspec.Struct, array_like=True):
     oldest: int | None = None
     """Policy version of its first output token; None without tokens."""
     outcome: Literal["", "done", "rejected"] = ""
-    order: int = -1
+    end_number: int = -1
     """Its place among the trajectories of the run that have ended."""
     result: bytes = b""
     """The caller's reward and metadata as msgpack, opaque to the scheduler; empty unless done."""

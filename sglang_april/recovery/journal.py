@@ -21,10 +21,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_april.recovery.journal_snapshot import JournalSnapshot, read_snapshot
+from sglang_april.recovery.journal_snapshot import JournalSnapshot
 from sglang_april.recovery.model_identity import ModelIdentity
 from sglang_april.recovery.schema import SCHEMA, TABLES, Op, reply_deleted
 from sglang_april.recovery.sealed import CorruptRecordError, seal, unseal
+from sglang_april.recovery.snapshot_reader import read_snapshot
 
 log = logging.getLogger("sglang_april")
 

@@ -12,7 +12,7 @@ from typing import Any
 from sglang_april.api.messages import FinishedSample, Prompt, RoundEnded, RoundSpec
 from sglang_april.api.run_keys import run_key
 from sglang_april.api.types import REMEMBERED
-from sglang_april.recovery.journal_snapshot import DROP_GROUP, Chunk
+from sglang_april.recovery.journal_snapshot import Chunk
 from sglang_april.recovery.journal_trajectories import delete_delivered, deliver
 from sglang_april.recovery.sealed import seal
 
@@ -39,6 +39,8 @@ CREATE INDEX IF NOT EXISTS trajectories_by_round ON trajectories(round_id) WHERE
 CREATE TABLE IF NOT EXISTS legs(
     seq INTEGER PRIMARY KEY, run TEXT, id TEXT, number INTEGER, body BLOB, UNIQUE(run, id, number));
 """
+
+DROP_GROUP = tuple(f"DELETE FROM {table} WHERE gid=?" for table in ("groups", "admitted", "chunks", "finished"))  # noqa: S608
 
 Op = Callable[[sqlite3.Connection], Any]
 """A record. A `sqlite3.OperationalError` means that it can be written later, other errors mostly that it never can."""
@@ -117,9 +119,10 @@ def _forget_ids(db: sqlite3.Connection, forgotten: list[ForgottenIds]) -> None:
             db.execute("INSERT OR REPLACE INTO ids VALUES(?,'',?)", (run, first))
 
 
-def admitted(gid: int, index: int, place: int, number: int) -> Op:
-    """A sample enters the engine for the first time: its position in admission order, and the number of the round."""
-    return lambda db: db.execute("INSERT OR REPLACE INTO admitted VALUES(?,?,?,?)", (gid, index, place, number))
+def admitted(gid: int, index: int, queue_position: int, number: int) -> Op:
+    """A sample enters the engine for the first time: its queue position, and the number of the round."""
+    row = gid, index, queue_position, number
+    return lambda db: db.execute("INSERT OR REPLACE INTO admitted VALUES(?,?,?,?)", row)
 
 
 def tokens(gid: int, index: int, start: int, chunk: Chunk) -> Op:

@@ -21,7 +21,7 @@ def candidates(rnd: Round) -> Iterator[Sample]:
     mandatory = _mandatory_partials(rnd)
     yield from mandatory
     yield from (s for s in run.suspended.in_order() if s not in mandatory)
-    for group in sorted(run.queued.begun, key=lambda g: (not rnd.must_finish(g), _unfinished(g), g.order)):
+    for group in sorted(run.queued.begun, key=lambda g: (not rnd.must_finish(g), _unfinished(g), g.gid)):
         yield from _queued(group)
     for group in rnd.may_start(run.queued.new):
         yield from _queued(group)
@@ -31,7 +31,7 @@ def _mandatory_partials(rnd: Round) -> dict[Sample, None]:
     """Mandatory partials in their old batch order. Empty for strict on-policy rounds, where all are mandatory."""
     groups = [] if rnd.on_policy else rnd.mandatory
     partials = [s for g in groups for s in g.samples.values() if s in rnd.run.suspended]
-    return dict.fromkeys(sorted(partials, key=lambda s: s.order))
+    return dict.fromkeys(sorted(partials, key=lambda s: s.queue_position))
 
 
 def _unfinished(group: Group) -> int:

@@ -24,7 +24,7 @@ class SuspendedSamples(dict["Sample", None]):
     def in_order(self) -> "Iterator[Sample]":
         """The samples in admission order."""
         if self._queue is None:
-            self._queue = deque(sorted(self, key=lambda s: s.order))
+            self._queue = deque(sorted(self, key=lambda s: s.queue_position))
         while self._queue and self._queue[0] not in self:
             self._queue.popleft()
         return (s for s in self._queue if s in self)
@@ -55,12 +55,12 @@ class QueuedGroups:
         if queue == "begun":
             self.begun[group] = None
         elif queue == "new":
-            bisect.insort(self.new, group, key=lambda g: g.order)
+            bisect.insort(self.new, group, key=lambda g: g.gid)
 
     def remove(self, group: "Group") -> None:
         """Take the group out of its queue."""
         if group.queue == "begun":
             del self.begun[group]
         elif group.queue == "new":
-            del self.new[bisect.bisect_left(self.new, group.order, key=lambda g: g.order)]
+            del self.new[bisect.bisect_left(self.new, group.gid, key=lambda g: g.gid)]
         group.queue = ""

@@ -8,7 +8,7 @@ One that names a trajectory is a leg of it. Legs have a separate run, whose roun
 the engine by admission, as samples do.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -16,16 +16,16 @@ import numpy as np
 from sglang_april.api import messages
 from sglang_april.api.messages import EndedRequest, FinishedSample
 from sglang_april.api.run_keys import run_key
-from sglang_april.api.types import MAX_RUNS
 from sglang_april.recovery.journal_snapshot import Chunk, SnapshotGroup
 from sglang_april.scheduler.attached_journal import tokens_of
 from sglang_april.scheduler.context import NO_CAP, Context
 from sglang_april.scheduler.quota import Round
-from sglang_april.scheduler.state import Run, Sample, SampleKv, State
+from sglang_april.scheduler.runs import Run
+from sglang_april.scheduler.state import Sample, SampleKv, State
 from sglang_april.scheduler.suspend import Suspender
 from sglang_april.scheduler.tiers import Tiers
 from sglang_april.scheduler.trajectories import Leg, Trajectory
-from sglang_april.scheduler.trajectory_run import TrajectoryRun
+from sglang_april.scheduler.trajectory_ends import TrajectoryEnds
 
 
 class Attached:
@@ -33,6 +33,7 @@ class Attached:
         self._c = context
         self._suspender = suspender
         self._tiers = tiers
+        self.trajectory_ends = TrajectoryEnds(context, tiers, self.abort)
 
     def refusal(self, run: str, trajectory: str | None, group: str | None) -> str:
         """Why a request cannot be a leg of the trajectory that it names, or an empty string."""
@@ -86,7 +87,7 @@ class Attached:
             if sample.length:
                 leg.prefilled = len(leg.prompt)
                 self.first_token(leg.trajectory, sample)
-            self._forget(leg.trajectory.run)
+            self.trajectory_ends.forget_unused(leg.trajectory.run)
         if owner.key not in c.attached and not rounds:
             c.attached[owner.key] = Round(_spec(owner), owner, 0)
         c.trace("attach", [sample])
@@ -187,7 +188,8 @@ class Attached:
         sample.kv, sample.finish_step = kv, self._c.step
         gone = trajectory.end_leg(leg, np.frombuffer(result.output_ids, "<i4"))
         trajectory.sequences[-1].parked = sample if kv.pages is not None else None
-        self._release([s.parked for s in gone if s.parked is not None])
+        for parked in [s.parked for s in gone if s.parked is not None]:
+            self._tiers.release(parked)
         del trajectory.pending[sample]
         self._c.recorder.leg_ended(
             messages.LegEnded(
@@ -234,57 +236,6 @@ class Attached:
         """While samples may not step, neither may requests that have arrived since they were suspended."""
         if running := [s for rnd in self._c.attached.values() for s in rnd.run.samples(State.RUNNING)]:
             self._suspender.suspend_now(running)
-
-    # --- trajectories
-
-    def end_trajectories(self, run: TrajectoryRun, done: Mapping[str, bytes], reject: Iterable[str]) -> None:
-        """Trajectories are done or rejected; `TrajectoryRun.check` has passed them. Their pending legs are aborted.
-
-        `done`: the caller's reward and metadata of each.
-        """
-        ended = [t for name, result in done.items() if (t := run.end(name, "done", result)) is not None]
-        rejected = [t for name in reject if (t := run.end(name, "rejected")) is not None]
-        self._c.trace("trajectories end", detail=[[t.id for t in ended], [t.id for t in rejected]])
-        self._leave([*ended, *rejected], rejected)
-
-    def drop_trajectories(self, run: TrajectoryRun, names: Iterable[str]) -> int:
-        """Delete undelivered trajectories, done ones too (`only-drop-deletes`); returns how many."""
-        dropped = [t for name in names if (t := run.drop(name)) is not None]
-        self._c.trace("drop trajectories", detail=[t.id for t in dropped])
-        self._leave(dropped, dropped)
-        return len(dropped)
-
-    def _forget(self, run: TrajectoryRun) -> None:
-        """Of runs without rounds, remove the least recently used trajectories and runs: no caller ends them."""
-        self._remove(run, run.unused())
-        runs = self._c.trajectories
-        runs[run.name] = runs.pop(run.name)
-        if len(runs) > MAX_RUNS:
-            idle = [r for r in runs.values() if not r.rounds_opened and not r.legs.groups]
-            for other in idle[: len(runs) - MAX_RUNS]:
-                self._remove(other, list(other.active.values()), other.ended)
-                del runs[other.name]
-
-    def _remove(self, run: TrajectoryRun, unused: list[Trajectory], ended: Iterable[str] = ()) -> None:
-        """Forget trajectories, and also of those with the ids `ended` that they have ended."""
-        run.forget(unused)
-        self._leave([], unused)
-        self._c.recorder.trajectories_forgotten(run.name, list({t.id: None for t in unused} | dict.fromkeys(ended)))
-
-    def _release(self, parked: list[Sample]) -> None:
-        """Release the KV of ended legs that no leg will continue."""
-        for sample in parked:
-            self._tiers.release(sample)
-
-    def _leave(self, ended: list[Trajectory], removed: list[Trajectory]) -> None:
-        pending = [sample for trajectory in ended for sample in trajectory.pending]
-        if pending:
-            self.abort(pending)
-        self._release([sample for trajectory in [*ended, *removed] for sample in trajectory.take_parked()])
-        self._c.recorder.trajectories(ended)
-        if removed:
-            name, ids = removed[0].run.name, [t.id for t in removed]
-            self._c.recorder.send(messages.TrajectoriesRemoved(name, ids))
 
 
 def _claim(leg: Leg | None) -> Sample | None:

@@ -7,7 +7,8 @@ The journal does not create a request: its caller sends it again, and only then 
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from sglang_april.recovery.journal_snapshot import MAX_KEPT, Chunk, JournalSnapshot, SnapshotGroup
+from sglang_april.recovery.journal_snapshot import Chunk, JournalSnapshot, SnapshotGroup
+from sglang_april.recovery.snapshot_reader import MAX_KEPT
 
 MAX_TOKENS = 2**24
 """Output tokens of answered requests that the journal keeps."""

@@ -7,7 +7,6 @@ from sglang_april.api import messages
 from sglang_april.api.errors import SHUTDOWN, RequestError
 from sglang_april.api.messages import Prompt
 from sglang_april.scheduler import report
-from sglang_april.scheduler.attached import Attached
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.ledger import Forgotten
 from sglang_april.scheduler.pushes import Interrupter
@@ -18,6 +17,7 @@ from sglang_april.scheduler.state import Group, State
 from sglang_april.scheduler.suspend import Suspender
 from sglang_april.scheduler.tiers import Tiers
 from sglang_april.scheduler.trajectory_commands import TrajectoryCommands
+from sglang_april.scheduler.trajectory_ends import TrajectoryEnds
 
 MAX_QUOTA = 2**31 - 1
 
@@ -30,14 +30,14 @@ class Commands:
         round_end: RoundEnd,
         pushes: Interrupter,
         tiers: Tiers,
-        attached: Attached,
+        trajectory_ends: TrajectoryEnds,
     ) -> None:
         self._c = context
         self._suspender = suspender
         self._round_end = round_end
         self._pushes = pushes
         self._tiers = tiers
-        self._trajectories = TrajectoryCommands(context, round_end, attached)
+        self._trajectories = TrajectoryCommands(context, round_end, trajectory_ends)
         self._answered: dict[type, Callable[[Any], dict[str, Any] | None]] = {
             messages.OpenRound: self._open,
             messages.StopRound: self._stop,

@@ -14,7 +14,8 @@ from sglang_april.scheduler.ledger import Ledger
 from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.recorder import Unrecorded
 from sglang_april.scheduler.reservations import Reservations
-from sglang_april.scheduler.state import Run, Sample
+from sglang_april.scheduler.runs import Run
+from sglang_april.scheduler.state import Sample
 from sglang_april.scheduler.trajectory_run import TrajectoryRun
 from sglang_april.scheduler.version_clock import VersionClock
 

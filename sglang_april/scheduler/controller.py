@@ -22,7 +22,8 @@ from sglang_april.scheduler.pushes import Interrupter
 from sglang_april.scheduler.restore import FindKv, recover_kv, restore
 from sglang_april.scheduler.resume import Resumer
 from sglang_april.scheduler.round_end import RoundEnd
-from sglang_april.scheduler.state import Group, Run, Sample, State
+from sglang_april.scheduler.runs import Run
+from sglang_april.scheduler.state import Group, Sample, State
 from sglang_april.scheduler.suspend import Suspender
 from sglang_april.scheduler.tiers import Tiers
 
@@ -41,9 +42,10 @@ class Controller:
         self.suspender = Suspender(context, self.tiers)
         self.resumer = Resumer(context, self.tiers)
         self.attached = Attached(context, self.suspender, self.tiers)
-        self.round_end = RoundEnd(context, self.suspender, self.tiers, self.attached)
+        ends = self.attached.trajectory_ends
+        self.round_end = RoundEnd(context, self.suspender, self.tiers, ends)
         self._pushes = Interrupter(context, self.suspender, self.round_end)
-        self._commands = Commands(context, self.suspender, self.round_end, self._pushes, self.tiers, self.attached)
+        self._commands = Commands(context, self.suspender, self.round_end, self._pushes, self.tiers, ends)
 
     def restore(self, saved: JournalSnapshot, find_kv: FindKv | None = None) -> None:
         """After a restart, before anything else: restore the journal's state and the KV that `find_kv` finds."""
@@ -200,7 +202,7 @@ class Controller:
                 ended.append(sample)
             elif finished:
                 done.append(self._finish(sample, None))
-            elif interval and (length + sample.order) % interval < drawn:  # neighbours in a batch at different steps
+            elif interval and (length + sample.queue_position) % interval < drawn:  # not all samples at one step
                 self.context.recorder.drawn(sample)
         self._count(run, tokens)
         if ended:

@@ -46,7 +46,7 @@ class Decisions:
         Args:
             detail: counts with its `repr`, and is not named in messages.
         """
-        numbers = array("q", [n for s in samples for n in (s.group.order, s.index, s.length)])
+        numbers = array("q", [n for s in samples for n in (s.group.gid, s.index, s.length)])
         text = decision if detail is None else f"{decision} {detail}"
         self.digest = crc32(numbers, crc32(text.encode(), self.digest))
         self._of_step.append((decision, len(samples), samples[:NAMED]))

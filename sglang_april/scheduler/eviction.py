@@ -32,9 +32,9 @@ def eviction_priority(sample: Sample) -> int:
     pages = sample.kv.pages
     assert pages is not None
     if pages.priority is None and sample.state is State.PARKED:
-        pages.priority = (sample.finish_step << 64) - sample.order - _PARKED
+        pages.priority = (sample.finish_step << 64) - sample.queue_position - _PARKED
     elif pages.priority is None:
-        pages.priority = (pages.length << 128) - ((sample.oldest_version or 0) << 64) - sample.order
+        pages.priority = (pages.length << 128) - ((sample.oldest_version or 0) << 64) - sample.queue_position
     return pages.priority
 
 

@@ -11,16 +11,8 @@ from sglang_april.api.messages import Delivery, Prompt
 from sglang_april.api.run_keys import parse_run_key
 from sglang_april.api.types import MAX_RUNS
 from sglang_april.recovery.journal_snapshot import JournalSnapshot, SnapshotGroup
-from sglang_april.scheduler.state import (
-    Group,
-    JournalMarks,
-    LedgerError,
-    Recompute,
-    Run,
-    Sample,
-    State,
-    sample_seed,
-)
+from sglang_april.scheduler.runs import Run
+from sglang_april.scheduler.state import Group, JournalMarks, LedgerError, Recompute, Sample, State, sample_seed
 from sglang_april.scheduler.trajectories import Leg
 
 MAX_IDS = 2**16
@@ -169,9 +161,9 @@ class Ledger:
         group = Group(run, prompt, known.params, known.incarnation, known.gid)
         for kept in known.samples:
             sample = Sample(group, kept.index, sample_seed(prompt.seed, prompt.id, known.incarnation, kept.index))
-            sample.order, sample.admitted_round = kept.place, kept.number
-            sample.journal.admission = kept.place >= 0
-            self._admissions = max(self._admissions, kept.place + 1)
+            sample.queue_position, sample.admitted_round = kept.queue_position, kept.number
+            sample.journal.admission = kept.queue_position >= 0
+            self._admissions = max(self._admissions, kept.queue_position + 1)
             # A sample that ran ahead counts for the round after the last one.
             run.rounds_opened = max(run.rounds_opened, kept.number - 1)
             if kept.finished is not None:
@@ -195,8 +187,8 @@ class Ledger:
 
     def admit(self, sample: Sample) -> None:
         """A queued or suspended sample enters the engine."""
-        if sample.order < 0:
-            sample.order = self._admissions
+        if sample.queue_position < 0:
+            sample.queue_position = self._admissions
             self._admissions += 1
         sample.group.run.suspended.pop(sample, None)
         sample.move(State.RUNNING)

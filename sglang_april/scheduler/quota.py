@@ -10,7 +10,8 @@ from itertools import islice
 
 from sglang_april.api.messages import Delivery, EndReason, RoundSpec, Tuned
 from sglang_april.scheduler.ledger import Ledger
-from sglang_april.scheduler.state import Group, Run, Sample, State
+from sglang_april.scheduler.runs import Run
+from sglang_april.scheduler.state import Group, Sample, State
 from sglang_april.scheduler.stats import RoundStats
 
 
@@ -133,7 +134,11 @@ class Round:
         ready = [g for g in self.run.groups.values() if wanted is None or g.id in wanted]
         units = self._sample_units(ready) if self.spec.quota_unit == "sample" else self._group_units(ready)
         units.sort(
-            key=lambda unit: (not self.must_finish(unit[0].group), max(s.finish_step for s in unit), unit[0].order)
+            key=lambda unit: (
+                not self.must_finish(unit[0].group),
+                max(s.finish_step for s in unit),
+                unit[0].queue_position,
+            )
         )
         if self.spec.surplus == "carry" and ids is None:
             units = self._without_surplus(units, self.spec.quota if reason == "quota" else None)
@@ -157,7 +162,7 @@ class Round:
 
     @staticmethod
     def _group_units(groups: list[Group]) -> list[list[Sample]]:
-        return [sorted(g.samples.values(), key=lambda s: s.order) for g in groups if g.whole]
+        return [sorted(g.samples.values(), key=lambda s: s.queue_position) for g in groups if g.whole]
 
     @staticmethod
     def _sample_units(groups: list[Group]) -> list[list[Sample]]:

@@ -156,12 +156,12 @@ class Recorder(Unrecorded):
         self._records.append(schema.extended(spec, number, map(_new, groups), forgotten))
 
     def judged(self, groups: Iterable[Group]) -> None:
-        self._records.append(schema.judged([(bool(g.accepted), g.order) for g in groups]))
+        self._records.append(schema.judged([(bool(g.accepted), g.gid) for g in groups]))
 
     def admitted(self, sample: Sample) -> None:
         if not sample.attached and not sample.journal.admission:
             sample.journal.admission = True
-            record = schema.admitted(sample.group.order, sample.index, sample.order, sample.admitted_round)
+            record = schema.admitted(sample.group.gid, sample.index, sample.queue_position, sample.admitted_round)
             self._records.append(record)
 
     def _begun(self, sample: Sample) -> None:
@@ -169,7 +169,7 @@ class Recorder(Unrecorded):
         if not sample.journal.first_token and not sample.attached:
             sample.journal.first_token = True
             group = sample.group
-            self._records.append(schema.admitted(group.order, sample.index, sample.order, group.first_round))
+            self._records.append(schema.admitted(group.gid, sample.index, sample.queue_position, group.first_round))
 
     def drawn(self, sample: Sample) -> None:
         start = sample.journal.tokens
@@ -177,7 +177,7 @@ class Recorder(Unrecorded):
             chunk = self._engine.record(sample, start)
             if chunk.proximal is not None:
                 sample.journal.proximal_version = chunk.proximal[0]
-            self._records.append(schema.tokens(sample.group.order, sample.index, start, chunk))
+            self._records.append(schema.tokens(sample.group.gid, sample.index, start, chunk))
             sample.journal.tokens = sample.length
             self._begun(sample)
 
@@ -196,12 +196,12 @@ class Recorder(Unrecorded):
         tail = msgspec.structs.replace(
             result, output_ids=result.output_ids[4 * start :], logprobs=result.logprobs[4 * start :], top_logprobs=top
         )
-        self._records.append(schema.finished(sample.group.order, start, sample.finish_step, tail))
+        self._records.append(schema.finished(sample.group.gid, start, sample.finish_step, tail))
         self._begun(sample)
 
     def attached_ended(self, sample: Sample) -> None:
         """Its answer is kept for a caller that has not received it when the server is killed."""
-        gid, result = sample.group.order, self._engine.answered(sample)
+        gid, result = sample.group.gid, self._engine.answered(sample)
         if result is not None and self._has_group(sample):
             if sample.journal.answered is None:
                 self.finished(sample, result)
@@ -228,7 +228,7 @@ class Recorder(Unrecorded):
         self._records.append(schema.reply_deleted(round_id))
 
     def dropped(self, groups: Iterable[Group]) -> None:
-        if gids := [g.order for g in groups]:
+        if gids := [g.gid for g in groups]:
             self._records.append(schema.dropped(gids))
 
     def version(self, number: int) -> None:
@@ -252,4 +252,4 @@ class Recorder(Unrecorded):
 
 
 def _new(group: Group) -> schema.NewGroup:
-    return group.order, group.incarnation, group.prompt, group.params
+    return group.gid, group.incarnation, group.prompt, group.params

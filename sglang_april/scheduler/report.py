@@ -8,7 +8,8 @@ from typing import Any
 from sglang_april.kv import cost_model
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.quota import Round
-from sglang_april.scheduler.state import Run, Sample, State
+from sglang_april.scheduler.runs import Run
+from sglang_april.scheduler.state import Sample, State
 from sglang_april.scheduler.tiers import Tiers
 from sglang_april.scheduler.trajectory_run import TrajectoryRun
 

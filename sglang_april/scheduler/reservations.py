@@ -16,7 +16,8 @@ Loading ahead of a slot makes no claim: it uses spare memory while nothing else 
 
 from collections.abc import Collection, Sequence
 
-from sglang_april.scheduler.state import Run, Sample
+from sglang_april.scheduler.runs import Run
+from sglang_april.scheduler.state import Sample
 
 
 class Reservations:

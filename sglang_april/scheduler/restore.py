@@ -11,7 +11,7 @@ import msgspec
 from sglang_april.api.messages import FinishedSample, Restored, SavedTrajectory
 from sglang_april.api.run_keys import parse_run_key
 from sglang_april.kv.kv_pages import StoredKv
-from sglang_april.recovery import journal_snapshot
+from sglang_april.recovery import snapshot_reader
 from sglang_april.recovery.journal_snapshot import JournalSnapshot, SnapshotGroup
 from sglang_april.recovery.kv_recovery import Outcome
 from sglang_april.scheduler.attached_journal import saved_requests
@@ -65,7 +65,7 @@ def _restore_trajectories(c: Context, saved: JournalSnapshot) -> None:
 
 def recover_kv(c: Context, tiers: Tiers, find_kv: FindKv) -> None:
     """Take over the KV files that verify on all ranks, as far as the disk tier's budget goes."""
-    partials = sorted(c.ledger.samples(State.SUSPENDED), key=lambda s: s.order)
+    partials = sorted(c.ledger.samples(State.SUSPENDED), key=lambda s: s.queue_position)
     wanted = [(sample, _kv_to_find(sample)) for sample in partials]
     for (sample, kv), outcome in zip(wanted, find_kv(wanted), strict=True):
         if outcome == "":
@@ -92,7 +92,7 @@ def restored_event(saved: JournalSnapshot, *, unnamed: bool) -> Restored:
         warnings.append(f"kept replies with a damaged record are lost: {ids}; submit their prompts again")
     if saved.forgotten:
         warnings.append(
-            f"unfinished attached requests forgotten, the oldest beyond {journal_snapshot.MAX_KEPT}: {saved.forgotten}"
+            f"unfinished attached requests forgotten, the oldest beyond {snapshot_reader.MAX_KEPT}: {saved.forgotten}"
         )
     done = sorted((row for g in saved.groups for row in _finished(g)), key=lambda row: row[0])
     return Restored(

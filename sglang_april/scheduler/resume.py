@@ -205,7 +205,7 @@ class Resumer:
         self._to_join = []
         if not joining:
             return False
-        joining.sort(key=lambda s: (s.order < 0, s.order))
+        joining.sort(key=lambda s: (s.queue_position < 0, s.queue_position))
         self._c.trace("resume", joining)
         for sample in joining:
             rnd = self._round(sample)

@@ -2,20 +2,20 @@
 
 from sglang_april.api import messages
 from sglang_april.scheduler import report
-from sglang_april.scheduler.attached import Attached
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.suspend import Suspender
 from sglang_april.scheduler.tiers import Tiers
+from sglang_april.scheduler.trajectory_ends import TrajectoryEnds
 from sglang_april.scheduler.trajectory_round import TrajectoryRound
 
 
 class RoundEnd:
-    def __init__(self, context: Context, suspender: Suspender, tiers: Tiers, attached: Attached) -> None:
+    def __init__(self, context: Context, suspender: Suspender, tiers: Tiers, trajectory_ends: TrajectoryEnds) -> None:
         self.context = context
         self._suspender = suspender
         self._tiers = tiers
-        self._attached = attached
+        self._trajectory_ends = trajectory_ends
         self._dirty = False
 
     def mark_due(self) -> None:
@@ -107,7 +107,7 @@ class RoundEnd:
     def _end_trajectories(self, rnd: TrajectoryRound, ended: messages.RoundEnded) -> None:
         run = rnd.trajectories
         run.rejected |= dict.fromkeys(rnd.surplus)
-        self._attached.drop_trajectories(run, rnd.surplus)
+        self._trajectory_ends.drop(run, rnd.surplus)
         ended.trajectories, ended.rejected, run.rejected = rnd.delivered, list(run.rejected), {}
         ended.carried["trajectories"] = rnd.report(self.context.clock.version)
         self.context.recorder.ended(ended, rnd.legs)

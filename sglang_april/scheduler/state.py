@@ -1,4 +1,4 @@
-"""The scheduler's data: samples, groups and runs, and the spans of a sample.
+"""The scheduler's data: samples and groups, and the spans of a sample; `runs.py` has the runs.
 
 Plain Python without SGLang or torch. A `Sample` is always in exactly one `State`; it leaves the ledger when it is
 delivered or dropped. Terms are those of the glossary in docs/design.md.
@@ -6,18 +6,16 @@ delivered or dropped. Terms are those of the glossary in docs/design.md.
 
 import enum
 import hashlib
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from sglang_april.api.messages import FinishedSample, KvPolicy, Prompt, Provenance, Span
-from sglang_april.api.run_keys import RunKind, run_key
+from sglang_april.api.messages import FinishedSample, Prompt, Provenance, Span
 from sglang_april.kv.cost_model import Reason
 from sglang_april.kv.kv_pages import Pages, Prefix
 from sglang_april.recovery.journal_snapshot import Chunk
-from sglang_april.scheduler.admission_queues import QueuedGroups, SuspendedSamples
 
 if TYPE_CHECKING:
+    from sglang_april.scheduler.runs import Run
     from sglang_april.scheduler.trajectories import Leg
 
 
@@ -116,9 +114,8 @@ class Sample:
     length: int = 0
     """Output tokens so far, from the first admission on."""
     spans: list[Span] = field(default_factory=list)
-    order: int = -1
-    """Position in admission order, -1 before the first admission. Suspending keeps it, so a resumed batch has its old
-    order."""
+    queue_position: int = -1
+    """Number of its first admission, -1 before it. Suspending keeps it, so a resumed batch has its old order."""
     request: Any = None
     """The engine's request object."""
     finish_step: int = -1
@@ -177,8 +174,8 @@ class Group:
     prompt: Prompt
     params: bytes
     incarnation: int
-    order: int
-    """Position in arrival order, counted since the server (or its journal) began."""
+    gid: int
+    """Number in order of arrival, counted since the server (or its journal) began; identifies it in the journal."""
     samples: dict[int, Sample] = field(default_factory=dict)
     """Undelivered samples by index."""
     counts: dict[State, int] = field(default_factory=lambda: dict.fromkeys(State, 0))
@@ -242,62 +239,6 @@ class Group:
     def is_over(self, version: int, bound: int | None) -> bool:
         """Whether pushes between two rounds, or a `stop`, carried the group beyond the bound (`over_bound`)."""
         return bound is not None and self.staleness(version) > bound
-
-
-@dataclass(eq=False, slots=True)
-class Run:
-    """One training run's samples of one kind: the owner of its prompts and partials."""
-
-    name: str
-    """As callers name it; a run of another kind can have the same name."""
-    kind: RunKind = "prompts"
-    key: str = field(init=False)
-    groups: "OrderedDict[str, Group]" = field(default_factory=OrderedDict)
-    """Undelivered groups by prompt id, in arrival order."""
-    incarnations: dict[str, int] = field(default_factory=dict)
-    """Next incarnation of the prompt ids that were accepted last, the least recent first."""
-    first_incarnation: int = 0
-    """Next incarnation of all other ids: above that of every forgotten one, so that no incarnation repeats."""
-    rounds_opened: int = 0
-    whole: int = 0
-    """Undelivered groups whose members have all finished."""
-    finished: int = 0
-    """Undelivered finished samples."""
-    running: int = 0
-    """Samples in the engine."""
-    kv: KvPolicy = "keep"
-    """KV policy of the latest round: which KV samples resume on, and between two rounds also which pages are copied."""
-    max_staleness: int | None = None
-    """Bound of the latest round, used likewise."""
-    verdicts: "dict[Group, bool]" = field(default_factory=dict)
-    """Undelivered groups that the caller has judged (`count: accepted`)."""
-    suspended: SuspendedSamples = field(default_factory=SuspendedSamples)
-    queued: QueuedGroups = field(default_factory=QueuedGroups)
-    parked: "dict[Sample, None]" = field(default_factory=dict)
-    """Samples that hold the KV of an ended leg: between two legs, and until the next leg's prefill is launched."""
-
-    def __post_init__(self) -> None:
-        self.key = run_key(self.kind, self.name)
-
-    @property
-    def attached(self) -> bool:
-        """Its samples are requests of SGLang's own routes, each a group of one that no round delivers."""
-        return self.kind != "prompts"
-
-    def named(self, ids: list[str] | None) -> list[Group]:
-        """Undelivered groups with one of these prompt ids; all when `ids` is None."""
-        return [self.groups[i] for i in (self.groups if ids is None else dict.fromkeys(ids)) if i in self.groups]
-
-    def samples(self, *states: State) -> list[Sample]:
-        """Samples in one of the given states, in arrival order."""
-        wanted = set(states)
-        return [
-            s
-            for g in self.groups.values()
-            if any(g.counts[state] for state in wanted)
-            for s in g.samples.values()
-            if s.state in wanted
-        ]
 
 
 def sample_seed(seed: int, prompt_id: str, incarnation: int, index: int) -> int:

@@ -4,7 +4,8 @@ from collections.abc import Callable, Collection
 
 from sglang_april.api.messages import Tier
 from sglang_april.scheduler.context import Context
-from sglang_april.scheduler.state import Run, Sample, State
+from sglang_april.scheduler.runs import Run
+from sglang_april.scheduler.state import Sample, State
 from sglang_april.scheduler.tiers import Tiers
 
 HEADROOM_STEPS = 4
@@ -32,7 +33,7 @@ class Suspender:
     def keep_within(self, run: Run, limit: int) -> None:
         """Suspend what a run that ran ahead has running beyond the new round's `concurrency`."""
         if run.running > limit:
-            self.suspend_now(sorted(run.samples(State.RUNNING), key=lambda s: s.order)[limit:])
+            self.suspend_now(sorted(run.samples(State.RUNNING), key=lambda s: s.queue_position)[limit:])
 
     def suspend_run(self, run: Run, tier: Tier) -> None:
         """Suspend a run at the end of a round, after `Engine.settle`. Copies are ordered and not waited for."""
@@ -44,7 +45,7 @@ class Suspender:
 
     def suspend(self, samples: list[Sample]) -> None:
         """Suspend the running ones of `samples`."""
-        samples = sorted((s for s in samples if s.state is State.RUNNING), key=lambda s: s.order)
+        samples = sorted((s for s in samples if s.state is State.RUNNING), key=lambda s: s.queue_position)
         if not samples:
             return
         self._c.trace("suspend", samples)

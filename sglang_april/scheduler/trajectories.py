@@ -82,7 +82,7 @@ class Trajectory:
     legs_ended: int = 0
     restored: set[str] = field(default_factory=set)
     """The `rid`s of legs that had ended when the server was restarted."""
-    order: int = -1
+    end_number: int = -1
     """Its place among the trajectories of the run that have ended."""
     result: bytes = b""
     """The caller's reward and metadata, if it is done."""
@@ -169,7 +169,7 @@ class Trajectory:
         else:
             state = "rejected" if self.id in run.rejected else "left"
         return SavedTrajectory(
-            run.name, self.id, self.group, state, self.oldest, outcome or "", self.order, self.result
+            run.name, self.id, self.group, state, self.oldest, outcome or "", self.end_number, self.result
         )
 
     def staleness(self, version: int) -> int:

@@ -4,16 +4,16 @@ from typing import Any
 
 from sglang_april.api import messages
 from sglang_april.api.errors import RequestError
-from sglang_april.scheduler.attached import Attached
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.round_end import RoundEnd
+from sglang_april.scheduler.trajectory_ends import TrajectoryEnds
 
 
 class TrajectoryCommands:
-    def __init__(self, context: Context, round_end: RoundEnd, attached: Attached) -> None:
+    def __init__(self, context: Context, round_end: RoundEnd, trajectory_ends: TrajectoryEnds) -> None:
         self._c = context
         self._round_end = round_end
-        self._attached = attached
+        self._trajectory_ends = trajectory_ends
 
     def end(self, cmd: messages.EndTrajectories) -> dict[str, Any]:
         """End trajectories, done or rejected; idempotent.
@@ -26,7 +26,7 @@ class TrajectoryCommands:
             raise RequestError(404, "run", f"there is no run {cmd.run!r} with trajectories")
         known.check(cmd.done, cmd.reject)
         new = [name for name in cmd.done if name not in known.ended]
-        self._attached.end_trajectories(known, cmd.done, cmd.reject)
+        self._trajectory_ends.end(known, cmd.done, cmd.reject)
         self._round_end.mark_due()
         rnd = self._c.rounds.get(known.legs.key)
         return {
@@ -55,4 +55,4 @@ class TrajectoryCommands:
         if known is None or cmd.round_id:
             return 0
         names = [name for name in known.active if cmd.ids is None or name in cmd.ids]
-        return self._attached.drop_trajectories(known, names)
+        return self._trajectory_ends.drop(known, names)

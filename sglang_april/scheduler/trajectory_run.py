@@ -7,7 +7,7 @@ from typing import Literal
 
 from sglang_april.api.errors import RequestError
 from sglang_april.api.messages import SavedTrajectory
-from sglang_april.scheduler.state import Run
+from sglang_april.scheduler.runs import Run
 from sglang_april.scheduler.trajectories import Ids, Leg, Trajectory
 
 MAX_ENDED = 2**16
@@ -46,16 +46,16 @@ class TrajectoryRun:
             if one.state in ("active", "done"):
                 trajectory = Trajectory(self, one.id, one.group, oldest=one.oldest)
                 trajectory.restore_legs(one.legs)
-                trajectory.order, trajectory.result = one.order, one.result
+                trajectory.end_number, trajectory.result = one.end_number, one.result
                 self.active[one.id] = trajectory
-        for one in sorted(saved, key=lambda t: t.order):
+        for one in sorted(saved, key=lambda t: t.end_number):
             if one.outcome:
                 self._remember(one.id, one.outcome)
             if one.state == "done":
                 self.done[self.active[one.id]] = None
             elif one.state == "rejected":
                 self.rejected[one.id] = None
-            self.ends = max(self.ends, one.order + 1)
+            self.ends = max(self.ends, one.end_number + 1)
 
     def recorded(self, name: str, rid: str) -> bool:
         """Whether a request is a leg that had ended before a restart."""
@@ -140,7 +140,7 @@ class TrajectoryRun:
 
     def _end(self, trajectory: Trajectory, outcome: Outcome, result: bytes = b"") -> None:
         self._remember(trajectory.id, outcome)
-        trajectory.order, trajectory.result = self.ends, result
+        trajectory.end_number, trajectory.result = self.ends, result
         self.ends += 1
 
     def _remember(self, name: str, outcome: Outcome) -> None:

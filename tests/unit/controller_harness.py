@@ -281,3 +281,8 @@ class ControllerHarness(EventChecks):
         assert all(d == decided[0] for d in decided)
         for sent in self.sent:
             sent.clear()
+
+
+def spans(w: ControllerHarness, name: str) -> list[tuple[int, str]]:
+    """(version, provenance) of each span of a prompt's first sample in the run "run"."""
+    return [(s.version, s.kv) for s in w.samples[("run", name, 0), 0].spans]

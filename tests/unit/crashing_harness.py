@@ -144,7 +144,7 @@ class CrashingHarness(ControllerHarness):
         group = self.groups[sample.group.run.name, sample.group.id, sample.group.incarnation]
         if before.state is State.FINISHED:
             if sample.state is State.FINISHED:
-                assert (sample.order, sample.finish_step) == (before.order, before.finish_step)
+                assert (sample.queue_position, sample.finish_step) == (before.queue_position, before.finish_step)
                 assert (sample.length, sample.closed_spans()) == (before.length, before.closed_spans())
                 return
             assert before.finish_step == step, "a finished sample was not written in its step"
@@ -197,9 +197,9 @@ def restore_tokens(engine: FakeEngine, histories: Mapping[SampleKey, list[Any]] 
     """Builds requests of restored samples when the engine first needs them, and records their tokens."""
     ledger = engine.controller.context.ledger
     for sample in samples_of(ledger):
-        name = f"{sample.group.order}.{sample.index}"
-        if sample.order >= 0:
-            engine.first_start[name] = sample.order
+        name = f"{sample.group.gid}.{sample.index}"
+        if sample.queue_position >= 0:
+            engine.first_start[name] = sample.queue_position
         if sample.journal.snapshot is not None:
             assert np.frombuffer(sample.journal.snapshot.logprobs, "<f4").tolist() == [-1.0] * sample.length
             request = build(sample)

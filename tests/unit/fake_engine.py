@@ -15,14 +15,13 @@ from sglang_april.scheduler.decisions import Decisions
 from sglang_april.scheduler.state import Group, Proximal, Sample, State
 from sglang_april.scheduler.version_clock import VersionClock
 from tests.unit.fake_copies import Copies
-from tests.unit.fake_loop import FakeLoop
+from tests.unit.fake_pages import FakePages
 from tests.unit.fake_request import Request, build, remember, sample_key, seed_of
 
 
-class FakeEngine(FakeLoop):
+class FakeEngine(FakePages):
     page_size = 1
     bytes_per_token = stored_bytes_per_token = 10
-    kv_pages = "full"
     gpus: list[str] = []  # noqa: RUF012
 
     def __init__(
@@ -246,61 +245,9 @@ class FakeEngine(FakeLoop):
         return Chunk(np.array(tokens, "<i4").tobytes(), logprobs, sample.closed_spans())
 
     def newest_first(self, samples: Sequence[Sample]) -> list[Sample]:
-        return sorted((s for s in samples if s.request is not None and s.request.slots), key=lambda s: -s.order)
-
-    # --- pages
-
-    def recover_kv(self, sample: Sample) -> None:
-        self.copies.recover(sample.kv.pages.copy.number, sample_key(sample), sample.kv.pages.length)
-
-    def rebuild_request(self, sample: Sample) -> bool:
-        build(sample)
-        return True
-
-    def copy_out(self, sample: Sample, order: int) -> None:
-        history = sample.request.history if sample.request is not None else []
-        self.copies.put(order, sample.kv.pages, sample_key(sample), sample.kv.version, history)
-
-    def load(self, sample: Sample, order: int) -> bool:
-        pages = sample.kv.pages
-        if len(self.free) < pages.length:
-            return False
-        pages.slots = [self.free.pop() for _ in range(pages.length)]
-        for slot in pages.slots:
-            self.cells[slot] = None
-            (self.lossy.discard if self.kv_pages == "full" else self.lossy.add)(slot)
-        self.copies.get(order, pages)
-        return True
-
-    def spill(self, sample: Sample, order: int) -> None:
-        self.copies.spill(order, sample.kv.pages)
-
-    def verify(self, order: int, stored: Sequence[Pages]) -> None:
-        assert all(pages.slots is not None or pages.copy is not None for pages in stored)
-        self.copies.report(order)
-
-    def wait(self, order: int) -> None:
-        self.copies.carry_out(order)
-
-    def cancel(self, order: int) -> None:
-        self.copies.cancel(order)
-
-    def free_pages(self, pages: Pages) -> None:
-        assert not pages.loading or self.copies.has_ended(pages.transfer), "slots that a load still writes to"
-        if pages.slots is not None:
-            self.free += pages.slots
-            pages.slots = None
-
-    def discard(self, number: int) -> None:
-        self.copies.discard(number)
-
-    def release(self, sample: Sample) -> None:
-        if sample.kv.pages is not None:
-            self.free_pages(sample.kv.pages)
-            sample.kv.pages = None
-
-    def held_tokens(self, pages: Pages) -> int:
-        return len(pages.slots) if pages.slots is not None else 0
+        return sorted(
+            (s for s in samples if s.request is not None and s.request.slots), key=lambda s: -s.queue_position
+        )
 
     def renew_keys(self) -> None:
         assert self.version == self.controller.context.clock.version

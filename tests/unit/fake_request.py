@@ -72,7 +72,7 @@ def build(sample: Sample) -> Request:
     """Build the request of a sample; a suspended sample restored from a journal gets its tokens."""
     group = sample.group
     prompt, size = len(group.prompt.input_ids) // 4, msgspec.msgpack.decode(group.params)
-    name = f"{group.order}.{sample.index}"
+    name = f"{group.gid}.{sample.index}"
     request = sample.request = Request(name, sample.seed, prompt, abs(size), size > 0, sample)
     remember(request)
     return request

@@ -54,7 +54,7 @@ class LedgerDriver:
         """Finish samples, all in one step."""
         self.step += 1
         for sample in samples:
-            if sample.order < 0:
+            if sample.queue_position < 0:
                 self.start(sample, version=version)
                 self.grow(sample)
             elif sample in self.run.suspended:

@@ -8,7 +8,8 @@ from typing import Any
 from sglang_april.api.messages import Span
 from sglang_april.kv.kv_pages import KvState, Pages
 from sglang_april.scheduler.ledger import Ledger
-from sglang_april.scheduler.state import Run, Sample, State
+from sglang_april.scheduler.runs import Run
+from sglang_april.scheduler.state import Sample, State
 from tests.unit.fake_engine import FakeEngine
 from tests.unit.fake_request import Request
 
@@ -77,7 +78,7 @@ def _recount_run(run: Run) -> list[int]:
     assert [run.running, run.finished, run.whole] == [totals[1], totals[3], whole]
     assert run.suspended.keys() == set(suspended)
     assert run.queued.begun.keys() == begun
-    assert run.queued.new == sorted(new, key=lambda g: g.order)
+    assert run.queued.new == sorted(new, key=lambda g: g.gid)
     return totals
 
 

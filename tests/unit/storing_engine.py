@@ -89,7 +89,7 @@ class StoringEngine(FakeEngine):
 
     def recover_kv(self, sample: Sample) -> None:
         """The sample's KV in the file that outlived its process, every row checked."""
-        pages, name = sample.kv.pages, f"{sample.group.order}.{sample.index}"
+        pages, name = sample.kv.pages, f"{sample.group.gid}.{sample.index}"
         self.store.register_file(pages.copy.number, key_of(sample), pages.length)
         order = -1
         self.store.load(order, pages.copy.number, torch.arange(pages.length))

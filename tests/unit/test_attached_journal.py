@@ -7,7 +7,7 @@ import pytest
 
 from sglang_april.api.messages import FinishedSample, Prompt, Span
 from sglang_april.api.run_keys import run_key
-from sglang_april.recovery import journal_snapshot, schema
+from sglang_april.recovery import schema, snapshot_reader
 from sglang_april.recovery.journal import Journal
 from sglang_april.recovery.journal_snapshot import Chunk, JournalSnapshot
 from sglang_april.scheduler import attached_journal
@@ -118,7 +118,7 @@ def test_a_request_that_is_not_sent_again_yet_is_not_evicted(tmp_path: Path, mon
 def test_a_restart_keeps_every_token_of_requests_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound of tokens is that of answers: unfinished requests have callers, and the oldest are the longest."""
     monkeypatch.setattr(attached_journal, "MAX_TOKENS", 10)
-    monkeypatch.setattr(journal_snapshot, "MAX_TOKENS", 10, raising=False)
+    monkeypatch.setattr(snapshot_reader, "MAX_TOKENS", 10, raising=False)
     chunk = Chunk(ids(*range(8)), logprobs(8), SPANS)
     records = [[schema.attached(AGENTS, request(i, str(i))), schema.tokens(i, 0, 0, chunk)] for i in range(3)]
     saved = saved_after(tmp_path / "journal", *(record for pair in records for record in pair))
@@ -128,7 +128,7 @@ def test_a_restart_keeps_every_token_of_requests_in_flight(tmp_path: Path, monke
 
 def test_requests_that_are_never_sent_again_do_not_accumulate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Callers whose `rid`s SGLang draws send theirs again under other ones."""
-    monkeypatch.setattr(journal_snapshot, "MAX_KEPT", 2)
+    monkeypatch.setattr(snapshot_reader, "MAX_KEPT", 2)
     path, chunk = tmp_path / "journal", Chunk(ids(1), logprobs(1), SPANS)
     records = [[schema.attached(AGENTS, request(i, str(i))), schema.tokens(i, 0, 0, chunk)] for i in range(3)]
     saved = saved_after(path, *(record for pair in records for record in pair))

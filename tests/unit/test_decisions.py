@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from sglang_april.scheduler.decisions import MAX_TEXT, Decided, Decisions, PeerComparison, RanksDifferError
 
 
-def sample(order: int = 0, index: int = 0, length: int = 0, name: str = "p") -> Any:
-    return SimpleNamespace(group=SimpleNamespace(order=order, id=name), index=index, length=length)
+def sample(gid: int = 0, index: int = 0, length: int = 0, name: str = "p") -> Any:
+    return SimpleNamespace(group=SimpleNamespace(gid=gid, id=name), index=index, length=length)
 
 
 def digest(*decisions: Any) -> int:

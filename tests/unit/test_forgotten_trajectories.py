@@ -3,7 +3,7 @@
 import pytest
 
 from sglang_april.api import messages
-from sglang_april.scheduler.state import Run
+from sglang_april.scheduler.runs import Run
 from sglang_april.scheduler.trajectory_run import TrajectoryRun
 from tests.unit.leg_harness import PROMPT, LegHarness
 
@@ -38,7 +38,7 @@ def test_done_trajectories_without_rounds_are_forgotten_too(w: LegHarness, monke
 
 def test_runs_without_rounds_are_forgotten(w: LegHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """With records and parked KV, the least recently used first; not one that has a round, or a leg that waits."""
-    monkeypatch.setattr("sglang_april.scheduler.attached.MAX_RUNS", 4)
+    monkeypatch.setattr("sglang_april.scheduler.trajectory_ends.MAX_RUNS", 4)
     w.open("training", None)
     w.leg("busy", "busy", PROMPT, 90, "t")
     for i in range(4):

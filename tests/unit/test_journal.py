@@ -36,8 +36,8 @@ def test_chunks_are_joined_on_reading(tmp_path: Path) -> None:
     assert (saved.version, [r.spec.round_id for r in saved.rounds], saved.corrupt) == (4, ["a"], 0)
     first, second = saved.groups
     queued, partial = first.samples
-    assert (queued.index, queued.chunk, queued.place) == (0, None, -1)
-    assert (partial.place, partial.number) == (12, 4)
+    assert (queued.index, queued.chunk, queued.queue_position) == (0, None, -1)
+    assert (partial.queue_position, partial.number) == (12, 4)
     assert partial.chunk == msgspec.structs.replace(chunk(5, 6, 7), proximal=(3, [(0, ids(1))]))
     assert second.prompt.id == "q"
     assert (saved.ids, saved.next_gid) == ([("run", "p", 1), ("run", "q", 1)], 2)

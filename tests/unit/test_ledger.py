@@ -76,7 +76,7 @@ def test_order_is_fixed_at_the_first_admission() -> None:
     driver.begin(b.samples[0])
     driver.begin(a.samples[0])
     driver.start(a.samples[0], b.samples[0])
-    assert [b.samples[0].order, a.samples[0].order] == [0, 1]
+    assert [b.samples[0].queue_position, a.samples[0].queue_position] == [0, 1]
 
 
 def test_a_group_leaves_with_its_last_sample() -> None:
@@ -186,7 +186,7 @@ def test_groups_are_whole_when_every_undelivered_member_has_finished() -> None:
     assert (group.whole, single.whole, driver.run.whole, driver.run.finished) == (False, True, 1, 2)
     driver.finish(group.samples[0])
     assert (group.whole, driver.run.whole) == (True, 2)
-    assert [sample.finish_step for sample in group.samples.values()] == [2, 1]
+    assert [s.finish_step for s in group.samples.values()] == [2, 1]
 
 
 def test_spans_open_only_at_changes_and_cover_all_tokens() -> None:

@@ -92,8 +92,8 @@ def test_running_work_is_suspended_only_when_no_partial_holds_the_device(harness
         if run.suspended:
             suspended += 1
             assert tiers(w, "idle") == {"idle": "host"}
-            running = [r.sample.order for r in w.engine.running if r.reason is None]
-            assert min(s.order for s in run.suspended) > max(running, default=-1)
+            running = [r.sample.queue_position for r in w.engine.running if r.reason is None]
+            assert min(s.queue_position for s in run.suspended) > max(running, default=-1)
     assert suspended
     assert w.replies[-1].stats["suspended_for_memory"]
     assert w.engine.retracts == 0

@@ -187,7 +187,7 @@ def test_a_dropped_trajectory_does_not_come_back(w: JournalledLegs) -> None:
 
 def test_a_forgotten_run_does_not_come_back(w: JournalledLegs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor do the ids of its trajectories that had ended."""
-    monkeypatch.setattr("sglang_april.scheduler.attached.MAX_RUNS", 1)
+    monkeypatch.setattr("sglang_april.scheduler.trajectory_ends.MAX_RUNS", 1)
     for name in ("left", "rejected"):
         w.leg("old", name, PROMPT, 2, name)
     w.step(6)

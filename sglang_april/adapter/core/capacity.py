@@ -104,7 +104,9 @@ class Capacity:
         return reserved + self.page_size
 
     def newest_first(self, samples: Sequence[Sample]) -> list[Sample]:
-        return sorted((x for x in samples if x.request is not None and shape.has_kv(x.request)), key=lambda x: -x.order)
+        return sorted(
+            (x for x in samples if x.request is not None and shape.has_kv(x.request)), key=lambda x: -x.queue_position
+        )
 
     @property
     def _grammar_queue(self) -> list[Req]:

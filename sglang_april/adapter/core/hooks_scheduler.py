@@ -197,7 +197,7 @@ def _steps(batch: ScheduleBatch) -> Iterator[Progress]:
         sample = req.april
         if sample is not None and sample.state is running and sample.request is req:
             length = len(req.output_ids)
-            if not (length + sample.order) % COLLECT_EVERY:  # neighbours in a batch at different steps
+            if not (length + sample.queue_position) % COLLECT_EVERY:  # neighbours in a batch at different steps
                 req.april_output.collect(req)
             yield sample, length, lengths[i] if lengths else 0, req.finished_reason is not None
 

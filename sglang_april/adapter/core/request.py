@@ -33,7 +33,7 @@ _PROCESS = secrets.token_hex(8)
 def rid_of(sample: Sample) -> str:
     """A `rid` that no other request has, because part of it never leaves this process. Samples are
     identified by `Req.april`, never by `rid`."""
-    return f"{RESERVED_RID}{_PROCESS}.{sample.group.order}.{sample.index}"
+    return f"{RESERVED_RID}{_PROCESS}.{sample.group.gid}.{sample.index}"
 
 
 def build_request(sample: Sample) -> TokenizedGenerateReqInput:
