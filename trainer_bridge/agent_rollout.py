@@ -7,13 +7,11 @@ others; their agents only wait longer, and continue in the next round.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any
 
 from sglang_april.client import AprilClient, AprilError, RolloutReply
 from sglang_april.client.types import RecordedTrajectory, RolloutSummary
-from trainer_bridge.agent_round import AgentRound
+from trainer_bridge.agent_round import AgentRound, AgentRounds
 from trainer_bridge.agent_runner import AgentError, AgentRunner
 from trainer_bridge.agent_trajectories import AgentTrajectories
 from trainer_bridge.agents import AgentFinished
@@ -48,10 +46,8 @@ class AgentRollouts:
         self._run, self._config, self._store, self._warn = run, config, store, warn
         self.engines_with_carry: set[int] = set()
         """{0} if the engine has this run's trajectories, else empty."""
-        self._results = ThreadPoolExecutor(max_workers=1, thread_name_prefix="agent results")
-        """The thread that handles `_training`, `_evaluation` and, while a round is open, changes the pool."""
-        self._round = AgentRound("")
-        """The open round, or one that receives errors in between."""
+        self._rounds = AgentRounds(client)
+        """Its thread handles `_training`, `_evaluation` and, while a round is open, changes the pool."""
         self._carried: list[dict[str, Any]] = []
         """Trajectories that the last round has left at the engine."""
         self._training: AgentTrajectories | None = None
@@ -113,7 +109,7 @@ class AgentRollouts:
         unstarted = [prompt_id for prompt_id in self.pool.prompts if prompt_id not in begun]
         training = self._training
         if training is not None:
-            self._in_results(lambda: training.reject([prompt for prompt in unstarted if prompt in training.prompts]))
+            self._rounds.call(lambda: training.reject([prompt for prompt in unstarted if prompt in training.prompts]))
         for prompt_id in unstarted:
             self.pool.remove(prompt_id)
 
@@ -124,13 +120,13 @@ class AgentRollouts:
     def close(self) -> None:
         """Stop the workers."""
         self._runner.close()
-        self._results.shutdown(cancel_futures=True)
+        self._rounds.close()
 
     # A round
 
     def _train(self, round_id: str, quota: int | None, fill: bool) -> ScoredRollout:
         config, pool = self._config, self.pool
-        self._raise_error_between_rounds()
+        self._rounds.raise_error()
         for prompt_id in self._gone:
             pool.remove(prompt_id)
         self._gone = []
@@ -157,27 +153,13 @@ class AgentRollouts:
         self, current: AgentRound, body: dict[str, Any], trajectories: AgentTrajectories, new: Sequence[TrainingPrompt]
     ) -> RolloutReply:
         """Open a round, start the agents of new prompts, and wait for the reply."""
-        current.open(self.client, body)
 
         def begin() -> None:
-            self._replace_round(current)
             for prompt in new:
                 trajectories.start(prompt)
             self._stop_if_finished()
 
-        with self._runner.clock(trajectories.run):
-            self._in_results(begin)
-            reply = current.events.get()
-        self._in_results(lambda: self._replace_round(AgentRound("")))  # the pool does not change from here on
-        if isinstance(reply, BaseException):
-            raise reply
-        return reply
-
-    def _replace_round(self, new: AgentRound) -> None:
-        """The new round gets the errors that the main thread has not read yet."""
-        while not self._round.events.empty():
-            new.events.put(self._round.events.get())
-        self._round = new
+        return self._rounds.run(current, body, begin, self._runner.clock(trajectories.run))
 
     def _request(self, round_id: str, quota: int | None) -> dict[str, Any]:
         """The request. It depends on checkpoint and configuration only, so that a repeated one is identical."""
@@ -246,34 +228,31 @@ class AgentRollouts:
 
     def _take(self, finished: AgentFinished) -> None:
         """Called by the runner, on any thread."""
-        with suppress(RuntimeError):  # after `close`
-            self._results.submit(self._handle, finished)
+        self._rounds.handle(lambda: self._handle(finished))
 
     def _handle(self, finished: AgentFinished) -> None:
-        try:
-            for trajectories in (self._training, self._evaluation):
-                if trajectories is not None and trajectories.finished(finished):
-                    break
-            self._stop_if_finished()
-        except BaseException as error:  # noqa: BLE001 - raised by the main thread
-            self._round.events.put(error)
+        for trajectories in (self._training, self._evaluation):
+            if trajectories is not None and trajectories.finished(finished):
+                break
+        self._stop_if_finished()
 
     def _stop_if_finished(self) -> None:
         trajectories = self._training if self._evaluation is None else self._evaluation
-        if self._round.stops and trajectories is not None and trajectories.all_finished:
-            self._round.stops = False
-            self.client.stop(self._round.id)
+        current = self._rounds.current
+        if current.stops and trajectories is not None and trajectories.all_finished:
+            current.stops = False
+            self.client.stop(current.id)
 
     def _accepts(self, rewards: list[float]) -> bool:
         return not self._config.dynamic_sampling or max(rewards) > min(rewards)
 
     def _failed(self, problem: str) -> None:
-        self._round.problems.append(problem)
+        self._rounds.current.problems.append(problem)
         self._warn(problem)
 
     def _replace(self, prompt: TrainingPrompt, reason: str) -> None:
         """Replace a group that was rejected, if a round is open; else the next one draws what is missing."""
-        current, training = self._round, self._training
+        current, training = self._rounds.current, self._training
         assert training is not None
         current.given_up += bool(reason)
         current.rejected += not reason
@@ -288,17 +267,6 @@ class AgentRollouts:
             self._store.note_extended(current.id, current.extensions)
             training.start(new)
 
-    def _in_results(self, call: Callable[[], None]) -> None:
-        """Make a call on the thread of the results, and wait for it."""
-        self._results.submit(call).result()
-
-    def _raise_error_between_rounds(self) -> None:
-        if not self._round.events.empty():
-            error = self._round.events.get()
-            assert isinstance(error, BaseException)
-            self._round = AgentRound("")
-            raise error
-
     def _abandon(self) -> None:
         """Cancel all agents, and forget them."""
 
@@ -307,9 +275,9 @@ class AgentRollouts:
                 if trajectories is not None:
                     trajectories.cancel()
             self._training = self._evaluation = None
-            self._round = AgentRound("")
+            self._rounds.current = AgentRound("")
 
-        self._in_results(forget)
+        self._rounds.call(forget)
 
 
 def _prompt_of(name: str) -> str:

@@ -1,8 +1,10 @@
-"""One round of agents: its request to the engine, and what happens to it until its reply."""
+"""The rounds of agents at the engine, one at a time, and the thread that takes the results of agents meanwhile."""
 
 import queue
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,3 +48,68 @@ class AgentRound:
             if any(row["round_id"] == self.id for row in client.state()["rounds"]):
                 return
             time.sleep(OPEN_POLL_S)
+
+
+class AgentRounds:
+    """The open round, and the thread on which results are handled. Its errors end the round, or the next one."""
+
+    def __init__(self, client: AprilClient) -> None:
+        self._client = client
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="agent results")
+        self.current = AgentRound("")
+        """The open round, or one that receives errors in between."""
+
+    def run(
+        self, new: AgentRound, body: dict[str, Any], begin: Callable[[], None], clock: AbstractContextManager[Any]
+    ) -> RolloutReply:
+        """Open a round and wait for its reply. `begin` is called on the thread of the results when it is open.
+
+        Args:
+            clock: entered while the round is open.
+        """
+        new.open(self._client, body)
+
+        def start() -> None:
+            self._replace(new)
+            begin()
+
+        with clock:
+            self.call(start)
+            reply = new.events.get()
+        self.call(lambda: self._replace(AgentRound("")))  # the pool does not change from here on
+        if isinstance(reply, BaseException):
+            raise reply
+        return reply
+
+    def call(self, call: Callable[[], None]) -> None:
+        """Make a call on the thread of the results, and wait for it."""
+        self._thread.submit(call).result()
+
+    def handle(self, call: Callable[[], None]) -> None:
+        """Make a call on the thread of the results, without waiting. From any thread."""
+        with suppress(RuntimeError):  # after `close`
+            self._thread.submit(self._handle, call)
+
+    def raise_error(self) -> None:
+        """Raise an error since the last round."""
+        if not self.current.events.empty():
+            error = self.current.events.get()
+            assert isinstance(error, BaseException)
+            self.current = AgentRound("")
+            raise error
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _handle(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BaseException as error:  # noqa: BLE001 - raised by the main thread
+            self.current.events.put(error)
+
+    def _replace(self, new: AgentRound) -> None:
+        """The new round gets the errors that the main thread has not read yet."""
+        while not self.current.events.empty():
+            new.events.put(self.current.events.get())
+        self.current = new

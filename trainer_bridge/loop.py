@@ -6,7 +6,6 @@ from its last checkpoint. Rounds are repeated under the same id, so that no samp
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -20,6 +19,7 @@ from trainer_bridge.config import Config, ConfigError
 from trainer_bridge.data import PromptData, read_rows
 from trainer_bridge.engine_session import EngineSession
 from trainer_bridge.evaluation import evaluation_round_id
+from trainer_bridge.handover import Handover, PhaseTimes
 from trainer_bridge.megatron.worker_group import make_trainer
 from trainer_bridge.megatron.workers import TrainerFailed
 from trainer_bridge.metrics import TrainedStep, step_metrics
@@ -37,7 +37,7 @@ from trainer_bridge.samples import (
     split_updates,
     training_samples,
 )
-from trainer_bridge.trainer import PARTS, Part, Trainer
+from trainer_bridge.trainer import Trainer
 from trainer_bridge.validate import (
     MAX_ROUNDS_PER_STEP,
     RunError,
@@ -80,8 +80,8 @@ class TrainingLoop:
         self.session = EngineSession(self.engines, self.trainer, self.rollouts, self.store, self.run_name, config)
         self.state = LoopState()
         self._unacknowledged: list[str] = []
-        self._seconds: dict[str, float] = {}
-        """Duration of the current step by phase."""
+        self._times = PhaseTimes()
+        self._handover = Handover(config, self.engines, self.trainer, self._times, self._with_engines)
 
     def close(self) -> None:
         """Stop trainer, reward processes and servers of the run. The run can be resumed from its checkpoints."""
@@ -129,24 +129,18 @@ class TrainingLoop:
         rate_known, self.session.reconnected = not self.session.reconnected, False
         version = self._trained_version(rounds)
         samples = training_samples([group for rollout in rounds for group in rollout.groups], self.config)
-        with self._timed("colocate_release"):
-            if self.config.colocate:
-                self._with_engines(self.engines.release)
-        with self._timed("colocate_onload"):
-            if self.config.offloads:
-                self.trainer.onload(*PARTS)
+        self._handover.to_trainer()
         trained = self._train(samples, version)
         self.state.step = self.session.step = number
         self.state.position = self._data.position
         self.state.pending = list(self.pool.prompts)
         self.state.pending_engines = [self.pool.engine_of[prompt_id] for prompt_id in self.state.pending]
         self.state.samples += len(sequences_by_response(samples))
-        self._push()
+        self._handover.to_engines(self.session.sync_weights)
         self.state.seconds += time.monotonic() - started
         row = step_metrics(self.state, version, rounds, samples, trained, rate_known=rate_known)
         # The row is written before the checkpoint, which completes the step; so the next row has the time of saving.
-        self.progress.step(row | {"drain": quota is None, "seconds": self._seconds})
-        self._seconds = {}
+        self.progress.step(row | {"drain": quota is None, "seconds": self._times.take()})
         self._save(rounds)
         self._evaluate()
 
@@ -162,8 +156,8 @@ class TrainingLoop:
                 raise RunError(f"{missing} groups short after {len(rounds)} rounds: none can be trained on. {problems}")
             rounds.append(self._with_engines(partial(self.rollouts.round, f"{round_id}-{len(rounds)}", missing)))
         for rollout in rounds:
-            self._add_time("rollout", rollout.generate_s)
-            self._add_time("reward_wait", rollout.reward_wait_s)
+            self._times.add("rollout", rollout.generate_s)
+            self._times.add("reward_wait", rollout.reward_wait_s)
         return rounds
 
     def _trained_version(self, rounds: list[ScoredRollout]) -> int:
@@ -181,11 +175,11 @@ class TrainingLoop:
         config = self.config
         # A round may deliver more than its quota.
         updates = split_updates(samples, None if config.strict_on_policy else config.global_batch_size)
-        with self._timed("proximal"):
+        with self._times.timed("proximal"):
             if config.loss.proximal in ("trainer", "engine"):
                 fill_proximal([sample for update in updates for sample in update], version, config, self.trainer)
         trained: list[TrainedStep] = []
-        with self._timed("train"):
+        with self._times.timed("train"):
             for update in updates:
                 packed = pack_micro_batches(update, version, config)
                 report = self.trainer.step([micro_batch.batch for micro_batch in packed], config.loss)
@@ -194,29 +188,6 @@ class TrainingLoop:
             exact = config.train_dtype == "float32" and not modified_sampling(config)
             check_on_policy([step.report.stats.row() for step in trained], exact=exact)
         return trained
-
-    # Weights and memory
-
-    def _push(self) -> None:
-        """Push the weights. A colocated engine allocates its weights before the push, and its KV pool after it.
-
-        The trainer frees memory for both: that of the optimiser before the weights, all of it before the KV pool.
-        """
-        self._offload("optimizer")
-        with self._timed("colocate_weights"):
-            if self.config.colocate:
-                self._with_engines(lambda: self.engines.resume("weights"))
-        with self._timed("push"):
-            self._with_engines(self.session.sync_weights)
-        self._offload("weights")
-        with self._timed("colocate_kv"):
-            if self.config.colocate:
-                self._with_engines(lambda: self.engines.resume("kv_cache", "cuda_graph"))
-
-    def _offload(self, part: Part) -> None:
-        with self._timed("colocate_offload"):
-            if self.config.offloads:
-                self.trainer.offload(part)
 
     def _restore(self) -> None:
         """Load the last checkpoint, connect to the engines, and push its weights if necessary."""
@@ -247,7 +218,7 @@ class TrainingLoop:
         self._unacknowledged += [rollout.summary.round_id for rollout in rounds]
         if not self._saves_after_step():
             return
-        with self._timed("save"):
+        with self._times.timed("save"):
             self.state.acknowledged = list(self._unacknowledged)
             try:
                 self.store.save(self.state, self.trainer.save)
@@ -291,19 +262,6 @@ class TrainingLoop:
 
     def _with_engines(self, call: Callable[[], T]) -> T:
         return self.session.call(call, self.progress.warn)
-
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        started = time.monotonic()
-        try:
-            yield
-        finally:
-            self._add_time(phase, time.monotonic() - started)
-
-    def _add_time(self, phase: str, seconds: float) -> None:
-        if phase.startswith("colocate") and not self.config.colocate:
-            return
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
 
 
 def _start_rewards(config: Config) -> Rewards:

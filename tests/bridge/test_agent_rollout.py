@@ -5,7 +5,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from sglang_april.client import RecordedTrajectory, RolloutReply, ServerLostErro
 from tests.bridge.fake_agents import FakeAgentEngine, FakeRunner, Outcome
 from trainer_bridge import agent_rollout
 from trainer_bridge.agent_rollout import AgentRollouts
-from trainer_bridge.agent_trajectories import AgentTrajectories
 from trainer_bridge.agents import AgentFinished, StartAgent
 from trainer_bridge.checkpoints import Checkpoints
 from trainer_bridge.config import Config
@@ -135,29 +133,6 @@ def test_an_agent_that_always_fails_ends_the_run(make: Callable[..., Any]) -> No
         make(lambda start: "broken").round("r.1", 2)
 
 
-def test_the_death_of_a_process_with_many_agents_repeats_them() -> None:
-    """Half of 64 agents end together; only repeats that fail as well may end the run."""
-    fake: Any = FakeRunner(print)
-    client: Any = SimpleNamespace(done=lambda *_, **__: None)
-    FakeRunner.outcome = staticmethod(lambda _: None)  # type: ignore[assignment]
-    made = AgentTrajectories(
-        client, fake, "r", 8, {"seed": 1}, whole_groups=True, accept=bool, replace=print, warn=lambda _: None
-    )
-    config = Config(hf_checkpoint="m", prompt_data="d", n_samples_per_prompt=8)
-    for prompt in PromptData([{"input": f"q{i}", "label": None} for i in range(8)], config).take(8):
-        made.start(prompt)
-    first = [start.id for start in fake.started]
-
-    def die(names: list[str]) -> None:
-        for name in names:
-            made.finished(AgentFinished(name, None, "the agent process died"))
-
-    die(first[:48])
-    assert len(fake.started) == 64 + 48
-    with pytest.raises(RunError, match="in a row failed, the last one: the agent process died"):
-        die([*first[48:], *(start.id for start in fake.started[64:])])
-
-
 @pytest.mark.parametrize(
     ("outcomes", "dynamic", "message"),
     [((1.0, 1.0), True, "all its rewards are equal"), ((1.0, "broken"), False, "broken")],
@@ -257,7 +232,7 @@ def test_a_prompt_whose_last_trajectory_is_given_up_is_not_started_again(make: C
     for _ in range(2):
         slow = next(start.id for start in reversed(runner(rollouts).started) if start.task.id == "e0-0.1")
         runner(rollouts).finished(AgentFinished(slow, None, "no result within 600 s"))
-        rollouts._in_results(lambda: None)
+        rollouts._rounds.call(lambda: None)
     rollouts.round("r.2", 1)
     assert "e0-0" not in rollouts.pool.prompts
     names = [start.id for start in runner(rollouts).started]
@@ -273,7 +248,7 @@ def test_an_error_between_two_rounds_ends_the_evaluation_that_follows(
     engine.lost = True
     for start in [start for start in runner(rollouts).started if start.task.id.startswith("e0-2.")]:
         runner(rollouts).finished(AgentFinished(start.id, None, "connection closed"))
-    rollouts._in_results(lambda: None)
+    rollouts._rounds.call(lambda: None)
     engine.lost = False
     with pytest.raises(ServerLostError):
         rollouts.evaluate(1, PromptData([{"input": "a", "label": 0}], rollouts._config))
