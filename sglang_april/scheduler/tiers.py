@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterable
 
 from sglang_april.api import messages
 from sglang_april.kv.cost_model import why_not_store
-from sglang_april.kv.kv_pages import CopyTier, KvState, Pages, StoredKv
+from sglang_april.kv.kv_pages import CopyTier, KvState, Pages, StoredKv, Tier
 from sglang_april.scheduler.context import Context
-from sglang_april.scheduler.eviction import EvictionQueue, copy_cost, eviction_priority, select_victims, stored_in
+from sglang_april.scheduler.eviction import EvictionQueue, copy_cost, eviction_priority, movable_in, select_victims
 from sglang_april.scheduler.state import Sample, State
 from sglang_april.scheduler.tier_budget import TierBudget
 from sglang_april.scheduler.transfers import IntegrityChecks, Transfers
@@ -28,10 +28,8 @@ class Tiers:
         self.lost: Counter[str] = Counter()
         """Partials whose pages were discarded because a transfer failed, by run."""
         self.lost_total, self.last_failure = 0, ""
-        self._queues = {
-            "device": EvictionQueue(lambda pages: pages.tier == "device", context.must_finish),
-            "host": EvictionQueue(stored_in("host"), context.must_finish),
-            "disk": EvictionQueue(stored_in("disk"), context.must_finish),
+        self._queues: dict[Tier, EvictionQueue] = {
+            tier: EvictionQueue(movable_in(tier), context.must_finish) for tier in ("device", "host", "disk")
         }
 
     # --- samples suspend and resume
@@ -88,17 +86,16 @@ class Tiers:
 
     def next_victim_on_device(self, excluding: Collection[Sample] = ()) -> Sample | None:
         """The sample whose device pages are demoted next."""
-        queue, skipped = self._queues["device"], []
-        while (first := queue.first()) is not None and first in excluding:
-            skipped.append(first)
-            queue.pop()
-        for sample in skipped:
-            queue.push(sample)
-        return first
+        return self._queues["device"].first(excluding)
 
     def remove_all_on_device(self) -> list[Sample]:
         """Remove from the eviction queue, and return in eviction order, all samples with slots not yet being copied."""
         return [*self.transfers.loading(), *iter(self._queues["device"].pop, None)]
+
+    def highest_first(self, samples: Iterable[Sample]) -> list[Sample]:
+        """Those with pages, in reverse eviction order: demoted in this order, none is evicted by one that follows."""
+        with_pages = (s for s in samples if s.kv.pages is not None)
+        return sorted(with_pages, key=lambda s: (self._c.must_finish(s), eviction_priority(s)), reverse=True)
 
     def demote(self, sample: Sample, to: messages.Tier = "auto") -> None:
         """Move device pages to the host, else to the disk, else discard them. A copy holds the slots until it ends."""
@@ -209,8 +206,8 @@ class Tiers:
         Copies are ordered and not waited for. A restart finds no KV of attached requests (`recover_kv`).
         """
         runs = (run for run in self._c.ledger.runs.values() if not run.attached)
-        suspended = (s for run in runs for s in run.suspended if s.kv.pages is not None)
-        for sample in sorted(suspended, key=lambda s: (self._c.must_finish(s), eviction_priority(s)), reverse=True):
+        suspended = (s for run in runs for s in run.suspended)
+        for sample in self.highest_first(suspended):
             self.demote(sample, "disk")
             pages = sample.kv.pages
             on_host = pages is not None and pages.copy is not None and pages.copy.tier == "host"

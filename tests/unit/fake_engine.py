@@ -23,6 +23,7 @@ class FakeEngine(FakeLoop):
     page_size = 1
     bytes_per_token = stored_bytes_per_token = 10
     kv_pages = "full"
+    preempts = False
     gpus: list[str] = []  # noqa: RUF012
 
     def __init__(
@@ -73,7 +74,8 @@ class FakeEngine(FakeLoop):
         return not self.running and not self.last and not self.waiting and self.chunked is None
 
     def row_slots(self) -> int:
-        return self.slots - len(self.running)
+        """Rows of the last prefill are taken before they join the running batch."""
+        return self.slots - len(self.running) - len(self.last or ())
 
     def memory_released(self) -> list[str]:
         return self.released
