@@ -13,6 +13,7 @@ from sglang_april.kv.cost_model import why_not_store
 from sglang_april.kv.kv_pages import CopyTier, KvState, Pages, StoredKv, Tier
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.eviction import EvictionQueue, copy_cost, eviction_priority, movable_in, select_victims
+from sglang_april.scheduler.parked_kv import ParkedKv
 from sglang_april.scheduler.state import Sample, State
 from sglang_april.scheduler.tier_budget import TierBudget
 from sglang_april.scheduler.transfers import IntegrityChecks, Transfers
@@ -25,6 +26,7 @@ class Tiers:
         self._budget = TierBudget(context)
         self.integrity = IntegrityChecks(context, self._budget)
         self.used = self._budget.used
+        self.parked = ParkedKv()
         self.lost: Counter[str] = Counter()
         """Partials whose pages were discarded because a transfer failed, by run."""
         self.lost_total, self.last_failure = 0, ""
@@ -43,9 +45,21 @@ class Tiers:
     def changed_priority(self, sample: Sample) -> None:
         """A sample with KV begins or ceases to be parked."""
         pages = sample.kv.pages
-        if pages is not None:
-            pages.priority = None
-            self._queues[pages.tier].push(sample)
+        if pages is None:
+            return
+        if sample.state is State.PARKED:
+            self.parked.add(sample)
+        else:
+            self.parked.remove(sample)
+        pages.priority = None
+        self._queues[pages.tier].push(sample)
+
+    def limit_parked(self) -> None:
+        """Release the KV that was parked first, beyond `--april-park-gb`."""
+        while self.parked.tokens > self._c.park_cap_tokens:
+            sample = self.parked.first()
+            self._c.trace("release parked", [sample])
+            self.release(sample)
 
     def prepare_resume(self, sample: Sample) -> None:
         """Discard the copy of a sample that resumes on its slots: the next token makes it incomplete."""
@@ -69,6 +83,7 @@ class Tiers:
             if sample.state is State.RUNNING:  # a leg in the engine's queue, which is now prefilled as a whole
                 sample.kv.version, sample.kv.quantized = self._c.clock.version, False
         self.drop_prefix(sample)
+        self.parked.remove(sample)
         self._c.ledger.unpark(sample)
 
     def drop_prefix(self, sample: Sample) -> None:
