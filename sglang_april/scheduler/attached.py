@@ -18,7 +18,7 @@ from sglang_april.api.messages import EndedRequest, FinishedSample
 from sglang_april.api.run_keys import run_key
 from sglang_april.recovery.journal_snapshot import Chunk, SnapshotGroup
 from sglang_april.scheduler.attached_journal import tokens_of
-from sglang_april.scheduler.context import NO_CAP, Context
+from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.runs import Run
 from sglang_april.scheduler.state import Sample, SampleKv, State
@@ -143,7 +143,7 @@ class Attached:
             self._end_leg(sample, leg, reason)
             c.ledger.park(sample)
             self._tiers.changed_priority(sample)
-            self._limit_parked()
+            self._tiers.limit_parked()
         else:
             self._tiers.release(sample)
             if leg is not None:
@@ -165,20 +165,6 @@ class Attached:
         run = trajectory.run
         active = run.active.get(trajectory.id) is trajectory and not trajectory.done
         return active and sample.kv.pages is not None and self._c.park_cap_tokens > 0
-
-    def _limit_parked(self) -> None:
-        """Release the KV that was parked first, beyond `--april-park-gb`."""
-        if self._c.park_cap_tokens >= NO_CAP:
-            return
-        parked = [s for run in self._c.ledger.runs.values() for s in run.parked if s.state is State.PARKED]
-        tokens = sum(s.kv.pages.length for s in parked if s.kv.pages is not None)
-        for sample in sorted(parked, key=lambda s: s.finish_step):
-            if tokens <= self._c.park_cap_tokens:
-                return
-            if sample.kv.pages is not None:
-                tokens -= sample.kv.pages.length
-                self._c.trace("release parked", [sample])
-                self._tiers.release(sample)
 
     def _end_leg(self, sample: Sample, leg: Leg, reason: dict[str, Any] | None) -> None:
         """Its tokens go to the HTTP process; pages that the sample has stay its own."""

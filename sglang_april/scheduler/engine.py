@@ -23,6 +23,8 @@ class Engine(Protocol):
     """The same in the host and the disk tier."""
     kv_pages: str
     """Format of stored pages: `full`, or `int8` (lossy)."""
+    preempts: bool
+    """Whether a waiting request may take the slot of a running one of lower priority."""
     gpus: list[str]
     """UUIDs of the GPUs of all ranks; empty on a CPU."""
     version: int
@@ -49,7 +51,7 @@ class Engine(Protocol):
         """Nothing runs and nothing waits to be prefilled."""
 
     def row_slots(self) -> int:
-        """Rows that can join the running batch at this point of the step."""
+        """Rows that can join the running batch at this point of the step; not positive if all slots are taken."""
 
     def memory_released(self) -> list[str]:
         """Tags of `release_memory_occupation` that have not been resumed."""
@@ -70,7 +72,7 @@ class Engine(Protocol):
         """An upper bound of `tokens_for_next_decode` that needs no look at each row."""
 
     def prefill_budget(self) -> int:
-        """Pool tokens that SGLang would give to new prefills now, after its estimate for running requests."""
+        """Pool tokens that SGLang would give to new prefills now: `tokens_free`, less its estimate for running ones."""
 
     def first_waiting_need(self) -> int:
         """Tokens by that estimate of the first waiting request, rollout or stock; 0 without one."""

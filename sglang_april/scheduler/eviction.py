@@ -10,14 +10,15 @@ samples that will resume, and what was parked first goes first (`bench/parked_or
 """
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
-from sglang_april.kv.kv_pages import CopyTier, KvState, Pages
+from sglang_april.kv.kv_pages import KvState, Pages, Tier
 from sglang_april.scheduler.state import Sample, State
 
 _MIN_COMPACT = 64
 _PARKED = 1 << 200
 """Subtracted from the priority of a parked sample, which is below that of all others."""
+_ON_DEVICE = frozenset({KvState.DEVICE, KvState.DEVICE_WITH_COPY})
 _NOT_ON_DEVICE = frozenset({KvState.COPYING_OUT, KvState.COPYING_OUT_SLOTS_FREED, KvState.STORED})
 
 
@@ -65,8 +66,17 @@ class EvictionQueue:
         if len(self._heap) > self._compact_at:
             self._compact()
 
-    def first(self) -> Sample | None:
+    def first(self, excluding: Collection[Sample] = ()) -> Sample | None:
         """The sample that is evicted next; it stays in the queue."""
+        skipped = []
+        while (sample := self._first()) is not None and sample in excluding:
+            skipped.append(sample)
+            self.pop()
+        for other in skipped:
+            self.push(other)
+        return sample
+
+    def _first(self) -> Sample | None:
         heap, samples, must_finish = self._heap, self._samples, self._must_finish
         while heap:
             key = heap[0]
@@ -85,17 +95,17 @@ class EvictionQueue:
         return None
 
     def pop(self) -> Sample | None:
-        sample = self.first()
+        sample = self._first()
         if sample is not None:
             del self._samples[heapq.heappop(self._heap or self._mandatory)]
         return sample
 
     def pop_below(self, bound: tuple[bool, int]) -> Sample | None:
         """Pop the next sample if its (mandatory, priority) is at most `bound`."""
-        sample = self.first()
+        sample = self._first()
         if sample is None:
             return None
-        # `first` leaves the first heap empty if the next sample is mandatory.
+        # `_first` leaves the first heap empty if the next sample is mandatory.
         heap = self._heap or self._mandatory
         if (heap is self._mandatory, heap[0]) > bound:
             return None
@@ -149,13 +159,10 @@ def select_victims(
     return victims
 
 
-def stored_in(tier: CopyTier) -> Callable[[Pages], bool]:
-    """A predicate: pages that are in this tier, or on their way to it, and not on the device."""
-
-    def in_tier(pages: Pages) -> bool:
-        return pages.state in _NOT_ON_DEVICE and pages.copy is not None and pages.copy.tier == tier
-
-    return in_tier
+def movable_in(tier: Tier) -> Callable[[Pages], bool]:
+    """A predicate: pages that can be moved out of this tier. They are in it, or on their way to it, and not loading."""
+    states = _ON_DEVICE if tier == "device" else _NOT_ON_DEVICE
+    return lambda pages: pages.state in states and pages.tier == tier
 
 
 def copy_cost(sample: Sample) -> int:

@@ -40,7 +40,7 @@ class Suspender:
         samples = run.samples(State.RUNNING)
         self.suspend(samples)
         if tier != "auto":
-            for sample in samples:
+            for sample in self._tiers.highest_first(samples):
                 self._tiers.demote(sample, tier)
 
     def suspend(self, samples: list[Sample]) -> None:
@@ -80,9 +80,10 @@ class Suspender:
             if need > engine.tokens_free():
                 self._suspend_newest()
             self._demote_until(lambda coming: engine.tokens_free() + coming >= HEADROOM_STEPS * need)
-        if wanted := engine.first_waiting_need():
+        if (wanted := engine.first_waiting_need()) and (engine.row_slots() > 0 or engine.preempts):
             kept = [s for s in (*self._c.reservations.loading, engine.first_waiting_on_kv()) if s is not None]
-            self._demote_until(lambda coming: engine.prefill_budget() + coming > wanted, excluding=kept)
+            reserved = engine.tokens_free() - engine.prefill_budget()
+            self._demote_until(lambda coming: engine.tokens_free() - reserved + coming > wanted, excluding=kept)
 
     def _demote_until(self, enough: Callable[[int], bool], excluding: Collection[Sample] = ()) -> None:
         """Order copies in eviction order until `enough` of the tokens that they will free; they are not waited for."""

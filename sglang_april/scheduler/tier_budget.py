@@ -63,6 +63,12 @@ class TierBudget:
             self._add_user(prefix)
             sample.kv.prefix = prefix
 
+    def drop_prefix(self, sample: Sample) -> None:
+        """The sample no longer shares a stored prefix: its KV was discarded, or is complete in one place."""
+        if sample.kv.prefix is not None:
+            self.drop_user(sample.kv.prefix)
+            sample.kv.prefix = None
+
     def drop_user(self, prefix: Prefix) -> None:
         """Discard the prefix with its last user."""
         prefix.users -= 1

@@ -10,9 +10,10 @@ from collections.abc import Collection, Iterable
 
 from sglang_april.api import messages
 from sglang_april.kv.cost_model import why_not_store
-from sglang_april.kv.kv_pages import CopyTier, KvState, Pages, StoredKv
+from sglang_april.kv.kv_pages import CopyTier, KvState, Pages, StoredKv, Tier
 from sglang_april.scheduler.context import Context
-from sglang_april.scheduler.eviction import EvictionQueue, copy_cost, eviction_priority, select_victims, stored_in
+from sglang_april.scheduler.eviction import EvictionQueue, copy_cost, eviction_priority, movable_in, select_victims
+from sglang_april.scheduler.parked_kv import ParkedKv
 from sglang_april.scheduler.state import Sample, State
 from sglang_april.scheduler.tier_budget import TierBudget
 from sglang_april.scheduler.transfers import IntegrityChecks, Transfers
@@ -21,17 +22,16 @@ from sglang_april.scheduler.transfers import IntegrityChecks, Transfers
 class Tiers:
     def __init__(self, context: Context) -> None:
         self._c = context
-        self.transfers = Transfers(context)
         self._budget = TierBudget(context)
+        self.transfers = Transfers(context, self._budget)
         self.integrity = IntegrityChecks(context, self._budget)
         self.used = self._budget.used
+        self.parked = ParkedKv()
         self.lost: Counter[str] = Counter()
         """Partials whose pages were discarded because a transfer failed, by run."""
         self.lost_total, self.last_failure = 0, ""
-        self._queues = {
-            "device": EvictionQueue(lambda pages: pages.tier == "device", context.must_finish),
-            "host": EvictionQueue(stored_in("host"), context.must_finish),
-            "disk": EvictionQueue(stored_in("disk"), context.must_finish),
+        self._queues: dict[Tier, EvictionQueue] = {
+            tier: EvictionQueue(movable_in(tier), context.must_finish) for tier in ("device", "host", "disk")
         }
 
     # --- samples suspend and resume
@@ -45,9 +45,21 @@ class Tiers:
     def changed_priority(self, sample: Sample) -> None:
         """A sample with KV begins or ceases to be parked."""
         pages = sample.kv.pages
-        if pages is not None:
-            pages.priority = None
-            self._queues[pages.tier].push(sample)
+        if pages is None:
+            return
+        if sample.state is State.PARKED:
+            self.parked.add(sample)
+        else:
+            self.parked.remove(sample)
+        pages.priority = None
+        self._queues[pages.tier].push(sample)
+
+    def limit_parked(self) -> None:
+        """Release the KV that was parked first, beyond `--april-park-gb`."""
+        while self.parked.tokens > self._c.park_cap_tokens:
+            sample = self.parked.first()
+            self._c.trace("release parked", [sample])
+            self.release(sample)
 
     def prepare_resume(self, sample: Sample) -> None:
         """Discard the copy of a sample that resumes on its slots: the next token makes it incomplete."""
@@ -55,29 +67,28 @@ class Tiers:
         if pages is not None and pages.copy is not None:
             if pages.copy.prefix is not None:
                 self._budget.keep_prefix(sample, pages.copy.prefix)
-            self._discard_copy(pages)
+            self.transfers.discard_copy(pages)
 
     def release(self, sample: Sample) -> None:
         """Discard the sample's KV, also an ended leg's; only its tokens remain."""
         pages = sample.kv.pages
         if pages is not None:
             if pages.loading:
-                self._cancel_load(pages)
+                self.transfers.cancel_load(pages)
             if pages.copy is not None:
-                self._discard_copy(pages)
+                self.transfers.discard_copy(pages)
             self._c.engine.release(sample)
             if pages.state is not KvState.RELEASED:
                 pages.change(KvState.RELEASED)
             if sample.state is State.RUNNING:  # a leg in the engine's queue, which is now prefilled as a whole
                 sample.kv.version, sample.kv.quantized = self._c.clock.version, False
         self.drop_prefix(sample)
+        self.parked.remove(sample)
         self._c.ledger.unpark(sample)
 
     def drop_prefix(self, sample: Sample) -> None:
         """The sample no longer shares a stored prefix: its KV was discarded, or is complete in one place."""
-        if sample.kv.prefix is not None:
-            self._budget.drop_user(sample.kv.prefix)
-            sample.kv.prefix = None
+        self._budget.drop_prefix(sample)
 
     def round_ended(self) -> None:
         """The round's mandatory samples may be evicted like others again."""
@@ -88,17 +99,16 @@ class Tiers:
 
     def next_victim_on_device(self, excluding: Collection[Sample] = ()) -> Sample | None:
         """The sample whose device pages are demoted next."""
-        queue, skipped = self._queues["device"], []
-        while (first := queue.first()) is not None and first in excluding:
-            skipped.append(first)
-            queue.pop()
-        for sample in skipped:
-            queue.push(sample)
-        return first
+        return self._queues["device"].first(excluding)
 
     def remove_all_on_device(self) -> list[Sample]:
         """Remove from the eviction queue, and return in eviction order, all samples with slots not yet being copied."""
         return [*self.transfers.loading(), *iter(self._queues["device"].pop, None)]
+
+    def highest_first(self, samples: Iterable[Sample]) -> list[Sample]:
+        """Those with pages, in reverse eviction order: demoted in this order, none is evicted by one that follows."""
+        with_pages = (s for s in samples if s.kv.pages is not None)
+        return sorted(with_pages, key=lambda s: (self._c.must_finish(s), eviction_priority(s)), reverse=True)
 
     def demote(self, sample: Sample, to: messages.Tier = "auto") -> None:
         """Move device pages to the host, else to the disk, else discard them. A copy holds the slots until it ends."""
@@ -112,11 +122,11 @@ class Tiers:
         match pages.state:
             case KvState.LOADING:
                 self._c.trace("cancel load", [sample])
-                self._cancel_load(pages)
+                self.transfers.cancel_load(pages)
                 self._queues[pages.tier].push(sample)
             case KvState.DEVICE_WITH_COPY:
                 self._c.trace("free slots", [sample])
-                self._free_slots(pages)
+                self.transfers.free_slots(pages)
                 self._queues[pages.tier].push(sample)
             case KvState.DEVICE:
                 self._copy_out(sample, pages, to)
@@ -127,15 +137,8 @@ class Tiers:
             self.demote(sample, "none")
             return
         self._c.trace(tier, [sample])
-        prefix = self._budget.prefix_for(sample, pages) if tier == "host" else None
-        if tier == "disk":
-            self.drop_prefix(sample)
-        copy = pages.copy = self._budget.new_copy(tier, pages.length - (prefix.length if prefix else 0), prefix)
-        order = copy.number
-        pages.change(KvState.COPYING_OUT, transfer=order)
-        self.transfers.add(order, sample)
+        self.transfers.copy_out(sample, tier)
         self._queues[tier].push(sample)
-        self._c.engine.copy_out(sample, order)
 
     def _choose_tier(self, sample: Sample, pages: Pages, to: messages.Tier) -> CopyTier | None:
         """The first tier with room where, under `kv: auto`, a copy pays off; a forced tier needs room only."""
@@ -172,26 +175,15 @@ class Tiers:
         assert pages is not None
         assert pages.copy is not None
         if tier == "host" and self._copy_pays_off("disk", sample, pages) and self._make_room("disk", sample, pages):
-            self._c.trace("spill", [sample])
-            self._spill(sample, pages)
+            self._spill(sample)
         else:
             self._c.trace("evict", [sample])
             self.release(sample)
 
-    def _spill(self, sample: Sample, pages: Pages) -> None:
-        """Move a copy from the host to the disk. Orders that follow can use its room on the host."""
-        copy = pages.copy
-        assert copy is not None
-        self.used["host"] -= copy.cost
-        copy.tier, copy.cost = "disk", self._budget.round_up(pages.length)
-        self.used["disk"] += copy.cost
-        order = self._budget.next_number()
-        self.transfers.add(order, sample)
-        self._c.engine.spill(sample, order)
-        if copy.prefix is not None:
-            self._budget.drop_user(copy.prefix)
-            copy.prefix = None
-        self.drop_prefix(sample)
+    def _spill(self, sample: Sample) -> None:
+        """Move a copy from the host to the disk."""
+        self._c.trace("spill", [sample])
+        self.transfers.spill(sample)
         self._queues["disk"].push(sample)
 
     def free_slots_now(self, sample: Sample) -> None:
@@ -209,14 +201,13 @@ class Tiers:
         Copies are ordered and not waited for. A restart finds no KV of attached requests (`recover_kv`).
         """
         runs = (run for run in self._c.ledger.runs.values() if not run.attached)
-        suspended = (s for run in runs for s in run.suspended if s.kv.pages is not None)
-        for sample in sorted(suspended, key=lambda s: (self._c.must_finish(s), eviction_priority(s)), reverse=True):
+        suspended = (s for run in runs for s in run.suspended)
+        for sample in self.highest_first(suspended):
             self.demote(sample, "disk")
             pages = sample.kv.pages
             on_host = pages is not None and pages.copy is not None and pages.copy.tier == "host"
             if pages is not None and on_host and self._make_room("disk", sample, pages):
-                self._c.trace("spill", [sample])
-                self._spill(sample, pages)
+                self._spill(sample)
 
     # --- back to the device
 
@@ -229,28 +220,10 @@ class Tiers:
         assert pages is not None
         if engine.mid_prefill() or pages.length > engine.tokens_free() - engine.tokens_for_next_decode():
             return False
-        order = self._budget.next_number()
-        if not engine.load(sample, order):
+        if not self.transfers.load(sample):
             return False
         self._c.trace("load", [sample])
-        pages.change(KvState.LOADING, transfer=order)
-        self.transfers.add(order, sample)
         return True
-
-    def _cancel_load(self, pages: Pages) -> None:
-        self._cancel_transfer(pages)
-        self._free_slots(pages)
-
-    def _cancel_transfer(self, pages: Pages) -> None:
-        """End the transfer between slots and copy, if there is one: other samples may use its slots from now on."""
-        if pages.transfer is not None:
-            self._c.engine.cancel(pages.transfer)
-            self.transfers.pop(pages.transfer)
-
-    def _free_slots(self, pages: Pages) -> None:
-        """A complete copy remains."""
-        self._c.engine.free_pages(pages)
-        pages.change(KvState.STORED)
 
     # --- ends of orders, broadcast by rank 0
 
@@ -274,7 +247,7 @@ class Tiers:
                 transfer.sample.kv.quantized |= self._c.engine.kv_pages != "full"
                 self._queues["device"].push(transfer.sample)
             case KvState.COPYING_OUT:
-                self._free_slots(pages)
+                self.transfers.free_slots(pages)
             case _:
                 pages.change(KvState.STORED)
 
@@ -307,17 +280,3 @@ class Tiers:
         pages.copy = self._budget.new_copy("disk", kv.length, None)
         self._queues["disk"].push(sample)
         self._c.engine.recover_kv(sample)
-
-    # --- copies
-
-    def _discard_copy(self, pages: Pages) -> None:
-        """Discard the copy, also one that is being made or moved."""
-        copy = pages.copy
-        assert copy is not None
-        self._cancel_transfer(pages)
-        self.used[copy.tier] -= copy.cost
-        if copy.prefix is not None:
-            self._budget.drop_user(copy.prefix)
-        self._c.engine.discard(copy.number)
-        pages.copy = None
-        pages.change(KvState.DEVICE if pages.ready else KvState.RELEASED)

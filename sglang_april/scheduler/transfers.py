@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from sglang_april.api import messages
-from sglang_april.kv.kv_pages import Copy, KvState, Pages
+from sglang_april.kv.kv_pages import Copy, CopyTier, KvState, Pages
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.state import Sample
 from sglang_april.scheduler.tier_budget import TierBudget
@@ -19,28 +19,91 @@ class Transfer(NamedTuple):
 
 
 class Transfers:
-    """Transfers in flight by order number, in the sequence of the decisions (ranks carry loads out first)."""
+    """Gives the orders, and has those in flight by number, in the sequence of the decisions (ranks carry loads out
+    first). `Tiers` has found room for what a copy takes.
+    """
 
-    def __init__(self, context: Context) -> None:
-        self._c = context
+    def __init__(self, context: Context, budget: TierBudget) -> None:
+        self._c, self._budget = context, budget
         self._transfers: dict[int, Transfer] = {}
 
     def __len__(self) -> int:
         return len(self._transfers)
 
-    def add(self, order: int, sample: Sample) -> None:
-        """A transfer between the sample's slots and its copy, or of its copy to another tier."""
+    # --- orders
+
+    def copy_out(self, sample: Sample, tier: CopyTier) -> None:
+        """Begin to copy device pages to a tier."""
         pages = sample.kv.pages
         assert pages is not None
+        prefix = self._budget.prefix_for(sample, pages) if tier == "host" else None
+        if tier == "disk":
+            self._budget.drop_prefix(sample)
+        copy = pages.copy = self._budget.new_copy(tier, pages.length - (prefix.length if prefix else 0), prefix)
+        pages.change(KvState.COPYING_OUT, transfer=copy.number)
+        self._transfers[copy.number] = Transfer(sample, copy, pages)
+        self._c.engine.copy_out(sample, copy.number)
+
+    def spill(self, sample: Sample) -> None:
+        """Begin to move a copy from the host to the disk. Orders that follow can use its room on the host."""
+        pages, used = sample.kv.pages, self._budget.used
+        assert pages is not None
+        copy = pages.copy
+        assert copy is not None
+        used["host"] -= copy.cost
+        copy.tier, copy.cost = "disk", self._budget.round_up(pages.length)
+        used["disk"] += copy.cost
+        order = self._budget.next_number()
+        self._transfers[order] = Transfer(sample, copy, pages)
+        self._c.engine.spill(sample, order)
+        if copy.prefix is not None:
+            self._budget.drop_user(copy.prefix)
+            copy.prefix = None
+        self._budget.drop_prefix(sample)
+
+    def load(self, sample: Sample) -> bool:
+        """Begin to load a copy into new slots; False, and nothing changes, if the pool has too few."""
+        pages, order = sample.kv.pages, self._budget.next_number()
+        assert pages is not None
         assert pages.copy is not None
+        if not self._c.engine.load(sample, order):
+            return False
+        pages.change(KvState.LOADING, transfer=order)
         self._transfers[order] = Transfer(sample, pages.copy, pages)
+        return True
+
+    def cancel_load(self, pages: Pages) -> None:
+        self._cancel(pages)
+        self.free_slots(pages)
+
+    def free_slots(self, pages: Pages) -> None:
+        """A complete copy remains."""
+        self._c.engine.free_pages(pages)
+        pages.change(KvState.STORED)
+
+    def discard_copy(self, pages: Pages) -> None:
+        """Discard the copy, also one that is being made or moved."""
+        copy = pages.copy
+        assert copy is not None
+        self._cancel(pages)
+        self._budget.used[copy.tier] -= copy.cost
+        if copy.prefix is not None:
+            self._budget.drop_user(copy.prefix)
+        self._c.engine.discard(copy.number)
+        pages.copy = None
+        pages.change(KvState.DEVICE if pages.ready else KvState.RELEASED)
+
+    def _cancel(self, pages: Pages) -> None:
+        """End the transfer between slots and copy, if there is one: other samples may use its slots from now on."""
+        if pages.transfer is not None:
+            self._c.engine.cancel(pages.transfer)
+            self.pop(pages.transfer)
+
+    # --- orders in flight
 
     def pop(self, order: int) -> Transfer | None:
         """Remove a transfer that all ranks have carried out, or whose end no longer matters; None if unknown."""
         return self._transfers.pop(order, None)
-
-    def orders(self) -> list[int]:
-        return list(self._transfers)
 
     def _in_state(self, state: KvState) -> Iterator[Transfer]:
         for order, transfer in self._transfers.items():

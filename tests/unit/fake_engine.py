@@ -22,6 +22,7 @@ from tests.unit.fake_request import Request, build, remember, sample_key, seed_o
 class FakeEngine(FakePages):
     page_size = 1
     bytes_per_token = stored_bytes_per_token = 10
+    preempts = False
     gpus: list[str] = []  # noqa: RUF012
 
     def __init__(
@@ -72,7 +73,8 @@ class FakeEngine(FakePages):
         return not self.running and not self.last and not self.waiting and self.chunked is None
 
     def row_slots(self) -> int:
-        return self.slots - len(self.running)
+        """Rows of the last prefill are taken before they join the running batch."""
+        return self.slots - len(self.running) - len(self.last or ())
 
     def memory_released(self) -> list[str]:
         return self.released

@@ -50,6 +50,9 @@ def recount(engine: FakeEngine, ledger: Ledger) -> None:
     for sample in samples:
         _check_place(engine, sample, in_engine)
     _recount_pool(engine, samples, in_batches)
+    parked = [s for s in samples if s.state is PARKED]
+    assert sorted(engine.controller.tiers.parked._tokens, key=id) == sorted(parked, key=id)
+    assert engine.controller.tiers.parked.tokens == sum(s.kv.pages.length for s in parked)
     kept = list(ledger.with_kv())
     assert len(kept) == len(set(kept)), "a sample is counted twice"
 

@@ -43,6 +43,22 @@ def test_partials_are_demoted_for_a_waiting_stock_request(harness: Build) -> Non
     assert tiers(w, "idle") == {"a": "host", "b": "host"}
 
 
+@pytest.mark.parametrize("preempts", [False, True])
+def test_partials_are_demoted_for_a_stock_request_once_it_can_have_a_slot(harness: Build, preempts: bool) -> None:
+    """While all slots are taken, memory alone does not start it, unless SGLang preempts a request of lower priority."""
+    w = harness(pool=100, chunk=64, slots=2)
+    w.do(lambda e: setattr(e, "preempts", preempts))
+    leave_partials(w, {"a": 20, "b": 25})
+    w.open("run", lengths(20, 20), quota=2)
+    w.step()
+    foreign = w.do(lambda e: e.add_foreign_request("s", 19, 20, 60))
+    w.step(10)
+    assert set(tiers(w, "idle").values()) == ({"host"} if preempts else {"device"})
+    w.step(60)
+    assert foreign.output
+    assert tiers(w, "idle") == {"a": "host", "b": "host"}
+
+
 def test_as_few_partials_as_needed_are_demoted_shortest_first(harness: Build) -> None:
     """In the order of `eviction_priority`."""
     w = harness(pool=100, chunk=100)
@@ -165,6 +181,20 @@ def test_a_round_can_force_the_tier_of_its_partials(harness: Build, tier: str) -
     assert (stats["resumed_kept"], stats["resumed_recomputed"], stats["kv_fallback"]) == (2 - again, again, again)
     spans = w.samples[("run", "p1", 0), 0].spans
     assert [(s.version, s.kv) for s in spans] == [(0, "fresh"), (0, "recomputed")][: 2 if again else 1]
+
+
+def test_at_the_end_of_a_round_what_is_kept_longest_is_copied_first(
+    harness: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host has room for one partial; a shorter one would be copied only to be evicted by it."""
+    w = harness(chunk=64, host_cap=24)
+    copied: list[str] = []
+    copy_out = w.engine.copy_out
+    monkeypatch.setattr(w.engine, "copy_out", lambda s, order: (copied.append(s.group.id), copy_out(s, order)))
+    w.open("run", {"done": (3, 1, -2), "short": (4, 1, -30), "long": (20, 1, -30)}, quota=1, tier="host")
+    assert ids(w.reply()) == ["done"]
+    assert tiers(w, "run") == {"short": "none", "long": "host"}
+    assert copied == ["long"]
 
 
 def test_resumed_samples_join_in_their_old_order_before_anything_new(harness: Build) -> None:

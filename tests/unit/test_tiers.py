@@ -170,7 +170,7 @@ def test_a_copy_that_is_discarded_while_it_is_made_is_cancelled_alone(spilled: b
     order, pages = g.engine.calls[0][1], sample.kv.pages
     assert pages is not None
     if spilled:
-        g.tiers._spill(sample, pages)
+        g.tiers._spill(sample)
     given = len(g.engine.calls)
     if resumes:
         g.tiers.prepare_resume(sample)
@@ -190,7 +190,7 @@ def test_a_load_behind_the_spill_of_its_copy_is_cancelled_alone() -> None:
     g.complete()
     pages = sample.kv.pages
     assert pages is not None
-    g.tiers._spill(sample, pages)
+    g.tiers._spill(sample)
     assert g.tiers.load(sample)
     order = pages.transfer
     g.tiers.demote(sample)

@@ -45,6 +45,7 @@ class SchedulerEngine(Capacity):
         self.prompts = PromptPages(scheduler)
         self.version = 0
         self.overlap: bool = scheduler.enable_overlap
+        self.preempts: bool = scheduler.enable_priority_preemption
         size = scheduler.token_to_kv_pool_allocator.get_kvcache().get_kv_size_bytes()
         kv_bytes = sum(size) if isinstance(size, tuple) else size
         page_format, ranks = select_page_format(scheduler, config), shape.tp_size(scheduler)
