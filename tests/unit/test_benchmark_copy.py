@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from sglang_april.kv.kv_pages import CopyTier
-from tests.unit.rank_store import RankStore
-from tests.unit.test_page_store import Faulty, slots_of
+from tests.unit.rank_store import RankStore, slots_of
+from tests.unit.test_disk_tier import Faulty
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])

@@ -39,10 +39,33 @@ def test_slot_of_a_request_that_ended_in_the_forward_in_flight(scheduler: Any) -
         assert scheduler.future_map.output_tokens_buf[SLOT] == OWN
 
 
-def test_on_a_gpu_the_relay_is_left_to_the_stream(scheduler: Any) -> None:
-    """A call that runs later would run on the stream that is current then."""
-    scheduler.device = "cuda"
-    context, stash = scheduler.forward_stream_ctx, scheduler.future_map.stash
-    delay(None, scheduler)
-    assert scheduler.forward_stream_ctx is context
-    assert scheduler.future_map.stash == stash
+class GpuTensor:
+    """Records the streams on which its memory is used."""
+
+    device = torch.device("cuda")
+
+    def __init__(self) -> None:
+        self.streams: list[Any] = []
+
+    def record_stream(self, stream: Any) -> None:
+        self.streams.append(stream)
+
+
+def test_on_a_gpu_the_forward_stream_keeps_the_memory_that_it_reads(scheduler: Any) -> None:
+    """The write is queued there; the schedule stream, on which the tensors were made, may be done with them before."""
+    slots, tokens = GpuTensor(), GpuTensor()
+    stashed: list[Any] = []
+    scheduler.future_map = SimpleNamespace(stash=lambda *args: stashed.append(args))
+    page_pool._relay(scheduler, slots, tokens)  # type: ignore[arg-type]
+    assert (stashed[0][0], stashed[0][1].bonus_tokens) == (slots, tokens)
+    assert slots.streams == tokens.streams == [scheduler.forward_stream]
+
+
+def test_on_a_gpu_the_delay_is_left_to_the_stream() -> None:
+    """A call that `delay` runs later would run on the stream that is current then."""
+    context, stash = object(), object()
+    gpu: Any = SimpleNamespace(enable_overlap=True, device="cuda", forward_stream_ctx=context)
+    gpu.future_map = SimpleNamespace(stash=stash)
+    delay(None, gpu)
+    assert gpu.forward_stream_ctx is context
+    assert gpu.future_map.stash is stash
