@@ -4,7 +4,6 @@ A trajectory that raises, takes too long, or whose process dies is finished with
 clock of the timeouts stops between rounds, when the agents' requests are suspended.
 """
 
-import multiprocessing
 import queue
 import threading
 import time
@@ -13,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+from trainer_bridge import child_processes
 from trainer_bridge.agents import AgentFinished, Cancel, Ready, StartAgent, serve
 
 START_TIMEOUT_S = 300.0
@@ -31,14 +31,7 @@ class AgentWorker:
 
     def __init__(self, arguments: tuple[str, str, str | None], received: Callable[[AgentFinished], None]) -> None:
         """Start the process and wait for the import. Raises: AgentError: it fails."""
-        from sglang_april import interrupt
-
-        context = multiprocessing.get_context("spawn")
-        self._connection, child_end = context.Pipe()
-        self._process = context.Process(target=serve, args=(child_end, *arguments), daemon=True)
-        with interrupt.sigint_blocked():
-            self._process.start()
-        child_end.close()
+        self._process, self._connection = child_processes.start_worker(serve, *arguments)
         if problem := _problem_at_start(self._connection):
             self.kill()
             raise AgentError(problem)
@@ -79,8 +72,7 @@ class AgentWorker:
 
     def kill(self) -> None:
         """Kill the process. Its trajectories finish with a problem."""
-        self._process.kill()
-        self._process.join()
+        child_processes.kill([self._process])
 
     def _send(self) -> None:
         with suppress(OSError):

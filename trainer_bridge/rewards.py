@@ -10,7 +10,6 @@ The worker processes import this module, so it must not import anything heavy.
 import importlib
 import importlib.util
 import math
-import multiprocessing
 import queue
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from trainer_bridge import child_processes
 
 ATTEMPTS = 2
 START_TIMEOUT_S = 300.0
@@ -130,15 +131,7 @@ class RewardWorker:
 
     def start(self) -> None:
         """Start the process and wait for the import of the function. Raises: RewardError: the import fails."""
-        from sglang_april import interrupt
-
-        context = multiprocessing.get_context("spawn")
-        parent_end, child_end = context.Pipe()
-        self._process = context.Process(target=_serve, args=(child_end, self._path), daemon=True)
-        with interrupt.sigint_blocked():
-            self._process.start()
-        child_end.close()
-        self._connection = parent_end
+        self._process, self._connection = child_processes.start_worker(_serve, self._path)
         self._receive(START_TIMEOUT_S)
 
     def call(self, arguments: tuple[Any, ...], timeout: float) -> Any:
@@ -176,8 +169,7 @@ class RewardWorker:
     def stop(self) -> None:
         """Kill the process; the next call starts another one."""
         if self._process is not None:
-            self._process.kill()
-            self._process.join()
+            child_processes.kill([self._process])
         if self._connection is not None:
             self._connection.close()
         self._process = self._connection = None

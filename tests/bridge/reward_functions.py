@@ -1,5 +1,6 @@
 """Reward functions for tests, correct and faulty ones. Imported by reward processes."""
 
+import multiprocessing
 import os
 import time
 from pathlib import Path
@@ -78,3 +79,24 @@ def ranks(samples: list[RewardSample], prompt: TrainingPrompt) -> list[float]:
 
 def too_few(samples: list[RewardSample], prompt: TrainingPrompt) -> list[float]:
     return [1.0]
+
+
+def _sleeps(pid_file: str) -> None:
+    Path(pid_file).write_text(str(os.getpid()))
+    time.sleep(3600)
+
+
+def uses_processes(sample: RewardSample, prompt: TrainingPrompt) -> float:
+    """The first sample uses a pool of processes; the others start one, and hang, die, or return without it."""
+    if sample.index == 0:
+        with multiprocessing.Pool(2) as pool:
+            return float(sum(pool.map(abs, [-1, -2, -3])))
+    pid_file = Path(prompt.metadata) / str(sample.index)
+    multiprocessing.Process(target=_sleeps, args=(str(pid_file),)).start()
+    while not pid_file.exists() or not pid_file.read_text():
+        time.sleep(0.01)
+    if prompt.label == "hangs":
+        time.sleep(3600)
+    elif prompt.label == "dies":
+        os._exit(3)
+    return 7.0
