@@ -182,6 +182,8 @@ class RequestBuilder:
             for token in map(int, merged.get(name) or ()):
                 if token >= server.vocab_size:
                     raise bad(name, f"{token} is not in the vocabulary of {server.vocab_size} tokens")
+        if (merged.get("beam_width") or 1) > 1:
+            raise bad("beam_width", "rollouts are sampled, not searched")
         least, most = merged.get("min_new_tokens") or 0, merged.get("max_new_tokens")
         if most is not None and least > most:
             raise bad("min_new_tokens", f"{least} is more than max_new_tokens, {most}")

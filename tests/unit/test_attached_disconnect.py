@@ -17,7 +17,8 @@ from sglang.srt.managers.tokenizer_manager import ServerStatus
 from sglang_april.adapter.core import hooks_attached
 from sglang_april.http import attached
 from sglang_april.http.attached import AttachedRequests
-from tests.unit.test_attach_request import ended, request
+from tests.unit.test_attach_request import request
+from tests.unit.test_attached_answers import ended
 
 
 class Sent(NamedTuple):
@@ -36,6 +37,7 @@ def aborted_after(act: Callable[[Callable[[str], Any]], AsyncIterator[Any]], ans
         april=SimpleNamespace(config=SimpleNamespace(attach="r"), attached=AttachedRequests()),
         rid_to_state=defaultdict(lambda: SimpleNamespace(finished=False)),
         server_args=SimpleNamespace(disable_overlap_schedule=True),
+        preferred_sampling_params=None,
         server_status=ServerStatus.Up,
         auto_create_handle_loop=lambda: None,
         _dispatch_to_scheduler=lambda message: aborted.append(message.rid),

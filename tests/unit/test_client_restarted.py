@@ -36,7 +36,7 @@ class JudgedEngine(ScriptedEngine):
 
 
 @dataclass
-class Restarts:
+class RestartingServers:
     """A server at `url`; `restart` replaces it by one that knows nothing of its rounds, as without a journal."""
 
     app: FastAPI
@@ -49,11 +49,11 @@ class Restarts:
 
 
 @pytest.fixture
-def server() -> Iterator[Restarts]:
+def server() -> Iterator[RestartingServers]:
     app = FastAPI()
     add_routes(app, admin=lambda endpoint: endpoint)
     running, url = serve(app)
-    restarts = Restarts(app, url)
+    restarts = RestartingServers(app, url)
     restarts.restart()
     yield restarts
     running.should_exit = True
@@ -110,13 +110,13 @@ def breaking(kind: Any, lost: Callable[[], None]) -> Any:
         def handle_request(self, request: httpx.Request) -> httpx.Response:
             return first_breaks(self, request, super().handle_request(request))
 
-    class Asynchronous(httpx.AsyncHTTPTransport):
+    class AsyncRestartingServers(httpx.AsyncHTTPTransport):
         broken = False
 
         async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
             return first_breaks(self, request, await super().handle_async_request(request))
 
-    return (Blocking if kind is AprilClient else Asynchronous)()
+    return (Blocking if kind is AprilClient else AsyncRestartingServers)()
 
 
 def judged(url: str, transport: Any, prompts: list[dict[str, Any]]) -> list[str]:
@@ -149,7 +149,7 @@ CLIENTS = pytest.mark.parametrize(("judge", "kind"), [(judged, AprilClient), (ju
 
 
 @CLIENTS
-def test_a_judged_round_continues_while_the_server_has_it(server: Restarts, judge: Any, kind: Any) -> None:
+def test_a_judged_round_continues_while_the_server_has_it(server: RestartingServers, judge: Any, kind: Any) -> None:
     prompts = [prompt(), prompt()]
     names = judge(server.url, breaking(kind, lambda: None), prompts)
     assert names == [requested["id"] for requested in prompts]
@@ -157,7 +157,7 @@ def test_a_judged_round_continues_while_the_server_has_it(server: Restarts, judg
 
 @CLIENTS
 @pytest.mark.timeout(60)
-def test_a_judged_round_that_the_server_has_lost_is_an_error(server: Restarts, judge: Any, kind: Any) -> None:
+def test_a_judged_round_that_the_server_has_lost_is_an_error(server: RestartingServers, judge: Any, kind: Any) -> None:
     """Repeated, it would wait for ever: its groups are not shown again to a caller that has had them."""
     with pytest.raises(RoundLostError, match=r"there is no round r\.1: .* lost") as caught:
         judge(server.url, breaking(kind, server.restart), [prompt(), prompt()])
@@ -165,21 +165,21 @@ def test_a_judged_round_that_the_server_has_lost_is_an_error(server: Restarts, j
 
 
 @pytest.mark.timeout(60)
-def test_a_round_of_several_engines_that_one_has_lost_is_an_error(server: Restarts) -> None:
+def test_a_round_of_several_engines_that_one_has_lost_is_an_error(server: RestartingServers) -> None:
     pool = EnginePool([AprilClient(server.url, retry_s=60, transport=breaking(AprilClient, server.restart))])
     events = pool.stream(**{**BODY, "quota": None}, prompts=[prompt(), prompt()])
     with pytest.raises(RoundLostError):
         list(events)
 
 
-def test_a_call_about_a_lost_round_says_so(server: Restarts) -> None:
+def test_a_call_about_a_lost_round_says_so(server: RestartingServers) -> None:
     with AprilClient(server.url) as client:
         for call in (client.judge, client.extend, client.stop):
             with pytest.raises(RoundLostError, match="restarted without its journal"):
                 call("r.1")
 
 
-def test_a_stream_can_be_read_again_by_its_round_id(server: Restarts) -> None:
+def test_a_stream_can_be_read_again_by_its_round_id(server: RestartingServers) -> None:
     with AprilClient(server.url) as client, httpx.Client(base_url=server.url) as http:
         first = next(client.stream(**BODY, prompts=[prompt(id="a")]))
         assert isinstance(first, RolloutGroup)

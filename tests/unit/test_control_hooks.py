@@ -174,7 +174,7 @@ async def done(value: Any = None) -> Any:
 
 class FakeQueued:
     def __init__(self, april: str | None) -> None:
-        self.april, self.to_finish = april, None
+        self.april, self.to_finish, self.rid = april, None, ""
 
 
 def test_an_abort_of_another_request_leaves_the_order_of_the_queues() -> None:

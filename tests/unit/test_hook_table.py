@@ -48,6 +48,7 @@ def test_only_the_selection_of_versions_leads_to_the_core() -> None:
 
 CONSTANTS = {
     "sglang.srt.constants.GPU_MEMORY_ALL_TYPES",
+    "sglang.srt.constants.GPU_MEMORY_TYPE_WEIGHTS",
     "sglang.srt.constants.HEALTH_CHECK_RID_PREFIX",
     "sglang.srt.managers.schedule_policy.CLIP_MAX_NEW_TOKENS",
 }

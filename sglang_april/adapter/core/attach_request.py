@@ -112,7 +112,7 @@ def attach(
             raise ValueError(f"{GROUP if trajectory is None else TRAJECTORY}: needs {RUN}")
         _mark(obj, [None] * len(KEYS), preferred)  # the scheduler trusts what it reads there
         return None
-    problem = _problem(obj) or (_penalty(each) if overlap else "")
+    problem = _problem(obj) or _beams(each) or (_penalty(each) if overlap else "")
     problem = problem or (_leg_problem(obj, each) if trajectory is not None else "")
     if run is None and not is_part and (problem or str(obj.rid).startswith(HEALTH_CHECK_RID_PREFIX)):
         _mark(obj, [None] * len(KEYS), preferred)
@@ -213,6 +213,13 @@ def _problem(obj: GenerateReqInput) -> str:
         value = getattr(obj, name)
         if name not in SUPPORTED and value and value != default:
             return f"{name}: is not supported in a request that belongs to a run ({RUN})"
+    return ""
+
+
+def _beams(each: list[Any]) -> str:
+    """SGLang 0.5.23: a suspend stores the KV of one row, and a beam search has one per beam."""
+    if any(isinstance(one, dict) and (one.get("beam_width") or 1) > 1 for one in each):
+        return f"beam_width: is not supported in a request that belongs to a run ({RUN})"
     return ""
 
 

@@ -61,10 +61,12 @@ class Capacity:
     def tokens_for_next_decode(self) -> int:
         s = self._s
         alive = [r for r in itertools.chain(s.running_batch.reqs, self._last_prefill_reqs()) if not r.finished()]
-        return sum(shape.committed(r) % s.page_size == 0 for r in alive if r is not s.chunked_req) * s.page_size
+        pages = sum(shape.committed(r) % s.page_size == 0 for r in alive if r is not s.chunked_req)
+        return (pages + shape.beam_rows(alive)) * int(s.page_size)
 
     def most_for_next_decode(self) -> int:
-        return (len(self._s.running_batch.reqs) + len(self._last_prefill_reqs())) * int(self._s.page_size)
+        reqs = [*self._s.running_batch.reqs, *self._last_prefill_reqs()]
+        return (len(reqs) + shape.beam_rows(reqs)) * int(self._s.page_size)
 
     def prefill_budget(self) -> int:
         s = self._s

@@ -41,6 +41,9 @@ ENVIRONMENT: tuple[Rule, ...] = (
     refuse("SGLANG_TEST_SCRIPTED_RUNTIME", "a scripted scheduler does not run rounds"),
     refuse("SGLANG_CHECK_KV_PAGE_INVARIANTS", "its check has not been tested with the pages of partials"),
     refuse("SGLANG_PREFILL_TILE_BUDGET", "its limit on prefills has not been tested with rollout samples"),
+    refuse(
+        "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER", "it compares the `rid` of samples, which each rank draws for itself"
+    ),
     refuse("SGLANG_ENABLE_DELAY_SAMPLE", "late sampling of every batch has not been tested with seeded rows"),
     refuse(
         "SGLANG_ENABLE_PREFILL_WAR_READ_DONE",
@@ -110,9 +113,8 @@ ENVIRONMENT: tuple[Rule, ...] = (
         SGLANG_LOAD_SNAPSHOT_USE_ZMQ SGLANG_*TP_MEMORY_INBALANCE_CHECK SGLANG_STRICT_CONFIG_MUTATION
         SGLANG_ROLE_NAMESPACES* SGLANG_GRAPH_BATCH_CAPTURE SGLANG_TRACE_ASYNC* SGLANG_JIT_CACHE_DEBUG
         SGLANG_CRASH_ON_TRITON_LOAD_AFTER_READY SGLANG_JIT_LOG_* SGLANG_JIT_BENCHMARK_* SGLANG_TRACE_*
-        SGLANG_ENABLE_RANK_CONSENSUS_CHECKER SGLANG_ENABLE_TREE_CACHE_SANITY_CHECK
-        SGLANG_ENABLE_NAN_LOGITS_CHECK SGLANG_CACHE_HIT_RATE_WINDOW_SECONDS SGLANG_CRASH_ON_JIT_COMPILE
-        SGLANG_DIAG_*""",
+        SGLANG_ENABLE_TREE_CACHE_SANITY_CHECK SGLANG_ENABLE_NAN_LOGITS_CHECK
+        SGLANG_CACHE_HIT_RATE_WINDOW_SECONDS SGLANG_CRASH_ON_JIT_COMPILE SGLANG_DIAG_*""",
         "it only affects logging, metrics, profiling and checks",
     ),
     accept(

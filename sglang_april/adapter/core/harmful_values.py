@@ -19,6 +19,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "repetition_penalty": (1e-30, 2.0),
 }
 """Of sampling parameters."""
+PROCESSED = "mm_inputs"
+"""Large, and SGLang's own: no value in it comes from the client as it is."""
 
 
 def problem(request: Any, vocab: int) -> str:
@@ -45,8 +47,9 @@ def problem(request: Any, vocab: int) -> str:
 
 @cache
 def _pickled(message: type[msgspec.Struct]) -> dict[str, None]:
-    """The fields that SGLang pickles before it sends the message, all without a value."""
-    return {f.name: None for f in msgspec.structs.fields(message) if PickleWrapper in get_args(f.type)}
+    """The fields that SGLang pickles before it sends the message, and processed images, all without a value."""
+    fields = msgspec.structs.fields(message)
+    return {f.name: None for f in fields if f.name == PROCESSED or PickleWrapper in get_args(f.type)}
 
 
 def _undecodable(message: msgspec.Struct, place: str = "") -> str:

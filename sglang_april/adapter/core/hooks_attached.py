@@ -125,8 +125,10 @@ def abort(original: Callable[..., None], manager: Any, rid: str = "", abort_all:
     if not (abort_all and _pausing.get()):
         original(manager, rid, abort_all)
         return
-    for other in [name for name, state in manager.rid_to_state.items() if not is_attached(state.obj)]:
-        original(manager, other)
+    for other, state in list(manager.rid_to_state.items()):
+        # 0.5.23 sends one abort for each request, and none later if the scheduler does not have it yet.
+        if not is_attached(state.obj) and getattr(state, "dispatched", True):
+            original(manager, other)
 
 
 async def pause(original: Callable[..., Awaitable[Any]], manager: Any, obj: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from sglang.srt.managers import io_struct
 from sglang.srt.managers.io_struct import AbortReq, FlushCacheReqOutput, ReleaseMemoryOccupationReqOutput
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
 
 from sglang_april.adapter.core.attached import abort_attached
@@ -22,25 +23,32 @@ log = logging.getLogger("sglang_april")
 def abort(orig: Callable[..., Any], s: Scheduler, recv_req: AbortReq) -> Any:
     """AROUND Scheduler.abort_request: abort_all stops rounds, and a rid never matches their samples (SGLang matches
     prefixes); attached requests are aborted by their whole rid.
+
+    SGLang 0.5.23 also ends requests whose time is up so, with a message, and samples like others.
     """
+    timed_out = recv_req.rid if recv_req.abort_message else None
+
+    def spared(req: Req) -> bool:
+        return req.april is not None and req.rid != timed_out
+
     if recv_req.abort_all and not s.april.context.frozen:
         s.april.abort_everything()
     abort_attached(s, recv_req)
-    running = [r for r in shape.in_flight(s) if r.april is not None]
+    running = [r for r in shape.in_flight(s) if spared(r)]
     before = {r: r.to_finish for r in running}
     queue, grammar = s.waiting_queue, s.grammar_manager.grammar_queue
-    s.waiting_queue = [r for r in queue if r.april is None]
+    s.waiting_queue = [r for r in queue if not spared(r)]
     compiling = list(grammar)
-    grammar[:] = [r for r in grammar if r.april is None]
+    grammar[:] = [r for r in grammar if not spared(r)]
     try:
         return orig(s, recv_req)
     finally:  # every request keeps its place: behind later ones, a sample would be overtaken at each abort
         left = {*s.waiting_queue, *grammar}
-        s.waiting_queue = [r for r in queue if r.april is not None or r in left]
-        grammar[:] = [r for r in compiling if r.april is not None or r in left]
+        s.waiting_queue = [r for r in queue if spared(r) or r in left]
+        grammar[:] = [r for r in compiling if spared(r) or r in left]
         for req, reason in before.items():
             req.to_finish = reason
-        if s.chunked_req is not None and s.chunked_req.april is not None:
+        if s.chunked_req is not None and spared(s.chunked_req):
             s._pending_chunked_abort_req = None
 
 

@@ -44,6 +44,9 @@ class Until0518:
     def model_config(self, args: Any) -> Any:
         return args.get_model_config()
 
+    def beam_rows(self, _reqs: Sequence[Any]) -> int:
+        return 0
+
     def has_kv(self, req: Any) -> bool:
         return req.req_pool_idx is not None
 
