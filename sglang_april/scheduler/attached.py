@@ -93,7 +93,7 @@ class Attached:
         c.trace("attach", [sample])
         c.ledger.admit(sample)
         if sample.kv.pages is None:
-            sample.kv.version, sample.kv.quantized = c.clock.version, False
+            sample.kv.begin(c.clock.version)
         sample.open_span(c.clock.version, "recomputed" if sample.length else "fresh")
         sample.recompute.in_progress = sample.length > 0
         return sample

@@ -246,7 +246,8 @@ class Controller:
         version = self.context.clock.version
         self.context.trace("retract", [sample])
         self.tiers.drop_prefix(sample)
-        sample.kv.version, sample.kv.quantized, sample.recompute.in_progress = version, False, sample.length > 0
+        sample.kv.begin(version)
+        sample.recompute.in_progress = sample.length > 0
         sample.open_span(version, "recomputed" if sample.length else "fresh")
         rnd = self.context.active_round(sample)
         self.context.engine.collect_proximal(sample, wanted=rnd is not None and rnd.spec.proximal)

@@ -146,7 +146,7 @@ class Resumer:
         sample.admitted_round = rnd.number
         self._c.recorder.admitted(sample)
         if sample.kv.pages is None or sample not in sample.group.run.parked:
-            sample.kv.version, sample.kv.quantized = self._c.clock.version, False
+            sample.kv.begin(self._c.clock.version)
         sample.open_span(self._c.clock.version, "recomputed" if sample.length else "fresh")
 
     def _waits_for_kv(self, sample: Sample) -> bool:

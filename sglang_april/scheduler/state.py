@@ -71,6 +71,12 @@ class SampleKv:
     """Oldest policy version that wrote one of its pages; meaningless without KV."""
     quantized: bool = False
     """Whether some of its pages were restored from lossy ones (`--april-kv-pages int8`)."""
+    loaded: bool = False
+    """Whether some of its pages were restored, from any copy: their slots are others than those that were computed."""
+
+    def begin(self, version: int) -> None:
+        """All of its pages are computed under this version, from the first one on."""
+        self.version, self.quantized, self.loaded = version, False, False
 
 
 @dataclass(eq=False, slots=True)

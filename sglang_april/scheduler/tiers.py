@@ -81,7 +81,7 @@ class Tiers:
             if pages.state is not KvState.RELEASED:
                 pages.change(KvState.RELEASED)
             if sample.state is State.RUNNING:  # a leg in the engine's queue, which is now prefilled as a whole
-                sample.kv.version, sample.kv.quantized = self._c.clock.version, False
+                sample.kv.begin(self._c.clock.version)
         self.drop_prefix(sample)
         self.parked.remove(sample)
         self._c.ledger.unpark(sample)
@@ -244,6 +244,7 @@ class Tiers:
         match pages.state:
             case KvState.LOADING:
                 pages.change(KvState.DEVICE_WITH_COPY)
+                transfer.sample.kv.loaded = True
                 transfer.sample.kv.quantized |= self._c.engine.kv_pages != "full"
                 self._queues["device"].push(transfer.sample)
             case KvState.COPYING_OUT:

@@ -40,6 +40,7 @@ class SchedulerEngine(StoreOrders):
         self.version = 0
         self.overlap: bool = scheduler.enable_overlap
         self.preempts: bool = scheduler.enable_priority_preemption
+        self._keeps_experts: bool = shape.resolved(scheduler.server_args).enable_return_routed_experts
         self._creating: Sample | None = None
         """The sample whose request SGLang is creating."""
 
@@ -137,8 +138,7 @@ class SchedulerEngine(StoreOrders):
             req.april_output.unpack(req)
             req.time_stats.forward_entry_time = time.perf_counter()  # a prefill sets it otherwise
         pages = [x.kv.pages for x in samples if x.kv.pages is not None]
-        inexact = [x.kv.version < self.version or x.kv.quantized for x in samples]
-        batch = self.pages.build_decode_batch(reqs, pages, inexact)
+        batch = self.pages.build_decode_batch(reqs, pages, [self._is_private(x) for x in samples])
         for sample in samples:
             sample.kv.pages = None
         self._s.running_batch = _merged(self._s.running_batch, batch)
@@ -150,8 +150,16 @@ class SchedulerEngine(StoreOrders):
         pages = sample.kv.pages
         assert pages is not None
         self.pages.hand_over(pages, sample.request)
-        sample.request.skip_radix_cache_insert = sample.kv.version < self.version or sample.kv.quantized
+        sample.request.skip_radix_cache_insert = self._is_private(sample)
         sample.kv.pages = None
+
+    def _is_private(self, sample: Sample) -> bool:
+        """Whether the radix tree must not get the sample's KV (`no-mixed-version-prefix`).
+
+        SGLang keeps the experts that computed a token by the token's slot: loaded KV is in slots of other tokens.
+        """
+        kv = sample.kv
+        return kv.version < self.version or kv.quantized or (kv.loaded and self._keeps_experts)
 
     def detach(self, samples: Sequence[Sample]) -> None:
         s = self._s

@@ -113,21 +113,20 @@ class PagePool:
             s.forward_stream.wait_stream(s.schedule_stream)
             yield
 
-    def build_decode_batch(self, reqs: list[Req], pages: list[Pages], inexact: list[bool]) -> ScheduleBatch:
+    def build_decode_batch(self, reqs: list[Req], pages: list[Pages], private: list[bool]) -> ScheduleBatch:
         """A decode batch of resumed requests on their stored pages.
 
         Args:
-            inexact: per request, whether its KV is older than the current policy, or was quantized; such a request is
-                never inserted into the tree.
+            private: per request, whether the tree never gets its KV.
         """
         s = self._s
         s.req_to_token_pool.alloc(self._ready(reqs))
-        for req, page, old in zip(reqs, pages, inexact, strict=True):
+        for req, page, is_private in zip(reqs, pages, private, strict=True):
             # One write for all would need 30 bytes of index tensors per token, and takes five times as long on a CPU.
             self._rows.write((shape.row(req), slice(0, page.length)), page.slots)
             shape.give_kv(req, page, s.tree_cache)
             req.extra_key = page.extra_key
-            req.skip_radix_cache_insert = old
+            req.skip_radix_cache_insert = is_private
         batch = ScheduleBatch.init_new(
             reqs,
             s.req_to_token_pool,
