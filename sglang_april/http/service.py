@@ -167,11 +167,11 @@ class AprilService:
     async def released_memory(self) -> list[str]:
         """SGLang's tags of memory that the scheduler has released.
 
-        If weights were lost by that, a weight call must not wait for a round that waits for it.
+        If the weights are lost, a weight call must not wait for a round that waits for it.
         """
         brief = (await self.rpc.call(messages.GetState(self.rpc.number(), brief=True))).data
         if brief["unnamed"]:
-            self.weight_lock.block("unnamed")
+            await self.weight_lock.release_all("unnamed")
         return list(brief["released"])
 
     async def partials(self, run: str | None) -> dict[str, Any]:

@@ -117,7 +117,7 @@ class Controller:
         return problem
 
     def weights_lost(self) -> None:
-        """A release of memory has dropped the weights."""
+        """A release of memory has dropped the weights, or they were reset to random values."""
         self._pushes.weights_lost()
 
     def freeze(self) -> None:

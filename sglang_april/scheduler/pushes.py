@@ -76,7 +76,7 @@ class Interrupter:
         self._round_end.mark_due()
 
     def weights_lost(self) -> None:
-        """A release of memory has dropped the weights: nothing steps until a push, which may name the same version."""
+        """The weights were dropped or reset: nothing steps until a push, which may name the same version."""
         self._c.clock.lost = True
         self._c.engine.version = UNNAMED
 

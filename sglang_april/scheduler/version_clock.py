@@ -20,7 +20,7 @@ class VersionClock:
     unnamed: bool = False
     """True after a restart with a journal until the version of the weights loaded at start is named."""
     lost: bool = False
-    """True after a release of memory that has dropped the weights, until the next push."""
+    """True after a release of memory, or a reset, that has dropped the weights, until the next push."""
     _target: int | None = None
     _moved_at: int = -1
     """Forward count when a weight call outside begin/end last moved the version."""
@@ -36,8 +36,8 @@ class VersionClock:
             return f"the journal is at policy version {self.version}: name the version by --april-version or by a push"
         if self.lost:
             return (
-                "the weights are lost: memory was released without --enable-weights-cpu-backup; "
-                "push them again between push/begin and push/end, or under a pause"
+                "the weights are lost: memory was released without --enable-weights-cpu-backup, or the weights checker "
+                "has reset them; push them again between push/begin and push/end, or under a pause"
             )
         return ""
 

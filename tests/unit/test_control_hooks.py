@@ -2,13 +2,20 @@
 
 import asyncio
 import multiprocessing
-from contextlib import nullcontext
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sglang.srt.managers.io_struct import AbortReq, FlushCacheReqInput, UpdateWeightFromDiskReqInput
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    CheckWeightsReqInput,
+    CheckWeightsReqOutput,
+    FlushCacheReqInput,
+    UpdateWeightFromDiskReqInput,
+)
 
 from sglang_april.adapter.core import hooks_control, hooks_http
 from sglang_april.adapter.core.hooks_scheduler import Process
@@ -134,6 +141,54 @@ def test_released_weights_are_lost_unless_a_copy_is_kept(
     request = SimpleNamespace(tags=tags)
     assert hooks_control.release_memory(lambda *_: calls.append("release"), manager, request) is None
     assert calls == ["interrupt", *["evacuate"] * (tags != ["weights"]), "release", *["weights_lost"] * lost]
+
+
+@pytest.mark.parametrize(
+    ("action", "idle", "expected"),
+    [
+        ("reset_tensors", True, ["interrupt", "check", "weights_lost"]),
+        ("reset_tensors", False, ["interrupt"]),
+        ("compare", False, ["check"]),
+    ],
+)
+def test_weights_that_the_checker_resets_are_lost(action: str, idle: bool, expected: list[str]) -> None:
+    """Samples would go on with random weights. A stock request in flight would leave their KV in the radix tree."""
+    calls: list[str] = []
+    record = {name: lambda name=name: calls.append(name) for name in ("interrupt", "weights_lost")}
+    scheduler = SimpleNamespace(april=SimpleNamespace(**record))
+    manager = SimpleNamespace(scheduler=scheduler, is_fully_idle=lambda: idle)
+    failed = CheckWeightsReqOutput(success=False, message="failed in the middle")
+
+    def original(*_: Any) -> Any:
+        calls.append("check")
+        return failed
+
+    output = hooks_control.check_weights(original, manager, CheckWeightsReqInput(action=action))
+    assert (output is failed) == ("check" in expected)
+    assert "check" in expected or "other requests are in flight" in output.message
+    assert calls == expected
+
+
+@pytest.mark.parametrize("action", ["reset_tensors", "checksum"])
+def test_an_open_round_waits_for_the_push_after_a_reset(action: str) -> None:
+    """Its reader of the weight lock is released, as after a release of the weights; an audit refuses no reset."""
+    calls: list[str] = []
+
+    async def call(name: str) -> str:
+        calls.append(name)
+        return name
+
+    @asynccontextmanager
+    async def paused() -> AsyncIterator[None]:
+        await call("paused")
+        yield
+        await call("audit continues")
+
+    april = SimpleNamespace(audit=SimpleNamespace(paused=paused), released_memory=lambda: call("locks"))
+    manager = SimpleNamespace(april=april)
+    request = CheckWeightsReqInput(action=action)
+    assert asyncio.run(hooks_http.check_weights(lambda *_: call("check"), manager, request)) == "check"
+    assert calls == (["paused", "check", "audit continues", "locks"] if action == "reset_tensors" else ["check"])
 
 
 def test_memory_that_is_released_already_is_not_released_again() -> None:

@@ -203,16 +203,19 @@ def test_a_round_that_opens_while_a_pause_or_push_ends_keeps_a_weight_call_waiti
     run(scenario())
 
 
-def test_a_weight_call_does_not_wait_for_a_round_that_waits_for_released_weights() -> None:
+@pytest.mark.parametrize("paused", [True, False])
+def test_a_weight_call_does_not_wait_for_a_round_that_waits_for_lost_weights(paused: bool) -> None:
     async def scenario() -> None:
         april, engine = service()
         async with client_of(april) as client:
             task = await open_round(client, engine, prompts=[prompt(id="a")])
-            await april.pushes.freeze()
+            if paused:
+                await april.pushes.freeze()
             state = {"released": ["weights"], "unnamed": True}
             engine.answers[messages.GetState] = messages.Answer(0, data=state)
             assert await april.released_memory() == ["weights"]
-            await april.pushes.thaw()
+            if paused:
+                await april.pushes.thaw()
             writer = asyncio.create_task(engine.lock.acquire_writer())
             await asyncio.wait_for(writer, 1)
             engine.emit(messages.Named(1))

@@ -42,6 +42,7 @@ DEPENDS_ON: tuple[str, ...] = (
     "sglang.srt.managers.io_struct.msgpack_encode",
     "sglang.srt.managers.io_struct.msgpack_decode",
     "sglang.srt.managers.io_struct.AbortReq",
+    "sglang.srt.managers.io_struct.CheckWeightsReqOutput",
     "sglang.srt.managers.io_struct.FlushCacheReqOutput",
     "sglang.srt.managers.io_struct.ReleaseMemoryOccupationReqOutput",
     "sglang.srt.managers.io_struct.TokenizedGenerateReqInput",

@@ -241,6 +241,13 @@ HOOKS: tuple[Hook, ...] = (
         "pages are evacuated before the KV pool is unmapped",
         "upstream keeps partials through a release",
     ),
+    Hook(
+        "around",
+        "hooks_control:check_weights",
+        (_WEIGHTS + "check_weights",),
+        "no sample takes a step on weights that were replaced by random values",
+        "upstream pauses its own requests before it resets weights",
+    ),
     # Sampling and logprobs.
     Hook(
         "after",

@@ -107,6 +107,13 @@ HTTP_HOOKS: tuple[Hook, ...] = (
         "upstream refuses instead of raising",
     ),
     Hook(
+        "around",
+        "hooks_http:check_weights",
+        (_CONTROL + "check_weights",),
+        "an open round must not hold up the weight call that replaces random weights",
+        "upstream pauses its own requests before it resets weights",
+    ),
+    Hook(
         "before",
         "hooks_interrupt:handle",
         ("sglang.srt.entrypoints.http_server.launch_server",),

@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 from sglang.srt.managers import io_struct
-from sglang.srt.managers.io_struct import AbortReq, FlushCacheReqOutput, ReleaseMemoryOccupationReqOutput
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    CheckWeightsReqOutput,
+    FlushCacheReqOutput,
+    ReleaseMemoryOccupationReqOutput,
+)
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
 
@@ -202,4 +207,22 @@ def release_memory(orig: Callable[..., Any], manager: Any, recv_req: Any) -> Any
     kept = not args.enable_memory_saver or args.enable_weights_cpu_backup
     if not kept and (not recv_req.tags or "weights" in recv_req.tags):
         controller.weights_lost()
+    return out
+
+
+def check_weights(orig: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
+    """AROUND SchedulerWeightUpdaterManager.check_weights: `reset_tensors` fills the weights with random values.
+
+    SGLang's own requests in flight would leave KV of those in the radix tree, under a version that the next push may
+    name again. In that case nothing is changed.
+    """
+    if recv_req.action != "reset_tensors":
+        return orig(manager, recv_req)
+    controller: Controller = manager.scheduler.april
+    controller.interrupt()
+    if not manager.is_fully_idle():
+        reason = "reset_tensors needs an idle engine, and other requests are in flight"
+        return CheckWeightsReqOutput(success=False, message=reason)
+    out = orig(manager, recv_req)
+    controller.weights_lost()  # also after a failure, which may have come in the middle
     return out

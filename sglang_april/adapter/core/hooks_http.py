@@ -153,6 +153,16 @@ async def resume_if_released(original: Original, manager: Any, obj: Any, request
     return await original(manager, obj, request)
 
 
+async def check_weights(original: Original, manager: Any, obj: Any, request: Any = None) -> Any:
+    """AROUND `check_weights`: `reset_tensors` needs an idle engine, and loses the weights."""
+    if obj.action != "reset_tensors":
+        return await original(manager, obj, request)
+    async with manager.april.audit.paused():
+        result = await original(manager, obj, request)
+    await manager.april.released_memory()
+    return result
+
+
 async def _refuse_while_busy(manager: Any) -> None:
     ids = ", ".join(manager.april.rounds.holding_ids())
     if ids and not manager.is_pause:
