@@ -1,6 +1,7 @@
 """What SGLang 0.5.23 does differently from 0.5.17, with which most tests run."""
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -125,3 +126,29 @@ def test_images_are_not_encoded_to_check_other_values() -> None:
         patch.setattr(harmful_values, "msgpack_decode", lambda _: None)
         assert not harmful_values.problem(Tokenized(params, Images(object())), 8)
     assert sent == [None]
+
+
+# --- labels of the weights
+
+
+def test_a_new_label_of_the_weights_is_noted_at_suspended_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang looks for requests in its batches and queues, and at their `output_ids`."""
+    serving = SimpleNamespace(weight_version="6")
+    runtime, versions = ModuleType("runtime_context"), ModuleType("weight_versions")
+    monkeypatch.setattr(runtime, "get_serving", lambda: serving, raising=False)
+    monkeypatch.setattr(versions, "WeightVersionEvent", lambda old, tokens: (old, tokens), raising=False)
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", runtime)
+    monkeypatch.setitem(sys.modules, "sglang.srt.utils.weight_versions", versions)
+    monkeypatch.setattr(hooks_control, "shape", Release0523())
+    req = SimpleNamespace(weight_version_events=[])
+    samples = [SimpleNamespace(request=req, length=10), SimpleNamespace(request=None, length=3)]
+    s: Any = SimpleNamespace(
+        april=SimpleNamespace(context=SimpleNamespace(ledger=SimpleNamespace(samples=lambda _: samples)))
+    )
+
+    def change(_: Any, label: str | None) -> None:
+        serving.weight_version = label or serving.weight_version
+
+    for label in ("7", None, "7"):
+        hooks_control.record_weight_label(change, s, label)
+    assert req.weight_version_events == [("6", 10)]

@@ -21,6 +21,7 @@ from sglang_april.adapter.core.hooks_scheduler import Process
 from sglang_april.adapter.fail_stop import IntendedError
 from sglang_april.adapter.shapes.installed import shape
 from sglang_april.scheduler.controller import Controller
+from sglang_april.scheduler.state import State
 
 log = logging.getLogger("sglang_april")
 
@@ -98,6 +99,13 @@ def end_push(orig: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
     out = orig(manager, recv_req)
     problem = controller.session_ended() if out.success else ""
     return type(out)(success=False, message=problem) if problem else out
+
+
+def record_weight_label(orig: Callable[..., Any], s: Scheduler, new_version: str | None) -> None:
+    """AROUND Scheduler.record_weight_version_change (0.5.23): SGLang notes a new label of the weights at each request
+    in its batches and queues; attached requests are suspended by then."""
+    suspended = s.april.context.ledger.samples(State.SUSPENDED)
+    shape.record_label(orig, s, new_version, [(x.request, x.length) for x in suspended if x.request is not None])
 
 
 def named_version(label: str | None) -> int | None:

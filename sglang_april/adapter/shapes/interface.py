@@ -162,6 +162,11 @@ class Shape(Protocol):
 
     # --- weights
 
+    def record_label(
+        self, original: Callable[..., None], s: Any, label: str | None, suspended: Iterable[tuple[Any, int]]
+    ) -> None:
+        """Call `record_weight_version_change`, also for suspended requests, with their number of output tokens."""
+
     def weight_session(self, manager: Any, recv_req: Any, *, keep: bool) -> AbstractContextManager[None]:
         """A context in which SGLang accepts this weight call.
 

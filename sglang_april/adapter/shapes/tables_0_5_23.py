@@ -57,6 +57,13 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "around",
+        "hooks_control:record_weight_label",
+        (_SCHEDULER + "record_weight_version_change",),
+        "the `weight_versions` of an attached request that is suspended have the border at its tokens",
+        "upstream keeps requests through weight calls",
+    ),
+    Hook(
+        "around",
         "hooks_legs:prefix_slots",
         (_TREE + "prefix_device_indices",),
         "a leg begins on the KV of the previous leg, which need not be in the radix tree",
@@ -77,6 +84,7 @@ DEPENDS_ON: tuple[str, ...] = (
     "sglang.srt.arg_groups.platform_hook.handle_platform_defaults",
     "sglang.srt.entrypoints.engine.Engine._launch_subprocesses",
     "sglang.srt.runtime_context.get_parallel",
+    "sglang.srt.runtime_context.get_serving",
     "sglang.srt.configs.hybrid_arch.mambaish_config",
     # KV of a request, and the prefix cache.
     _BATCH + "ReqKvInfo",
@@ -127,11 +135,11 @@ DEPENDS_ON: tuple[str, ...] = (
     _SCHEDULER + "collect_inflight_reqs",
     _SCHEDULER + "event_loop_normal",
     _SCHEDULER + "event_loop_overlap",
-    _SCHEDULER + "record_weight_version_change",
     _SCHEDULER + "send_abort_output",
     _SCHEDULER + "update_running_batch",
     "sglang.srt.managers.schedule_policy.PrefillAdder._commit_prefill_admission",
     # Weights.
+    "sglang.srt.utils.weight_versions.WeightVersionEvent",
     "sglang.srt.managers.io_struct.BeginWeightUpdateReqInput",
     "sglang.srt.managers.io_struct.EndWeightUpdateReqInput",
     "sglang.srt.managers.io_struct.EndWeightUpdateReqOutput",

@@ -6,7 +6,7 @@ every weight call stands alone.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang_april.adapter.hook import Hook
@@ -169,6 +169,11 @@ class Until0518:
 
     def remove(self, batch: Any, reqs: Sequence[Any]) -> None:
         batch.filter_batch(chunked_req_to_exclude=list(reqs))
+
+    def record_label(
+        self, original: Callable[..., None], s: Any, label: str | None, _suspended: Iterable[tuple[Any, int]]
+    ) -> None:
+        original(s, label)
 
     def weight_session(self, _manager: Any, _recv_req: Any, *, keep: bool) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002 - the interface's name
         return contextlib.nullcontext()

@@ -5,7 +5,7 @@ in a session. Its KV: `kv_0_5_23`.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang_april.adapter.shapes import tables_0_5_23 as tables
@@ -70,6 +70,18 @@ class Release0523(Kv0523, Since0516):
         batch.filter_batch(reqs_to_exclude=list(reqs))
 
     # --- weights
+
+    def record_label(
+        self, original: Callable[..., None], s: Any, label: str | None, suspended: Iterable[tuple[Any, int]]
+    ) -> None:
+        from sglang.srt.runtime_context import get_serving
+        from sglang.srt.utils.weight_versions import WeightVersionEvent
+
+        old = get_serving().weight_version
+        original(s, label)
+        if get_serving().weight_version != old:
+            for req, length in suspended:
+                req.weight_version_events.append(WeightVersionEvent(old, length))
 
     @contextlib.contextmanager
     def weight_session(self, manager: Any, recv_req: Any, *, keep: bool) -> Iterator[None]:
