@@ -20,7 +20,7 @@ from sglang_april.config import AprilConfig
 from sglang_april.kv.disk_tier import DiskError, DiskTier
 from sglang_april.kv.kv_pages import StoredKv
 from sglang_april.recovery.journal import Journal, JournalError
-from sglang_april.recovery.journal_snapshot import JournalSnapshot
+from sglang_april.recovery.journal_snapshot import JournalSnapshot, SnapshotGroup
 from sglang_april.recovery.kv_recovery import KvSearch, Outcome, combine_outcomes
 from sglang_april.recovery.model_identity import ModelIdentity, vocabulary_digest
 from sglang_april.scheduler.controller import Controller
@@ -36,7 +36,8 @@ def restart(s: Scheduler, controller: Controller, config: AprilConfig, disk: Dis
     """Restore the journal's state into a controller; rank 0 continues the journal.
 
     Raises:
-        SystemExit: journal or directory cannot be used, or model or `--april-version` contradict the journal.
+        SystemExit: journal or directory cannot be used, model or `--april-version` contradict the journal, or a sample
+            does not fit into context or pool.
     """
     try:
         if config.journal is None:
@@ -49,6 +50,7 @@ def restart(s: Scheduler, controller: Controller, config: AprilConfig, disk: Dis
             journal.claim(_identity(s))
         saved = _on_all_ranks(s, journal.load() if journal is not None else None)
         _check_params(saved)
+        _check_lengths(s, saved)
         version, unnamed = starting_version(config.version, saved.version, damaged=saved.version_damaged)
         _start_at(controller, version, unnamed=unnamed)
         _take_over(s, controller, saved, disk)
@@ -76,6 +78,45 @@ def _check_params(saved: JournalSnapshot) -> None:
             decode_params(params)
         except ValueError as error:
             raise JournalError(f"the journal's group {group.prompt.id!r} cannot be continued: {error}") from error
+
+
+def _check_lengths(s: Scheduler, saved: JournalSnapshot) -> None:
+    """The server may have been started with a smaller context or pool.
+
+    SGLang has no room for a sample that exceeds the context, and lets one that exceeds the pool block its queue. An
+    attached request that does begins anew when it is sent again, and SGLang answers it.
+
+    Raises:
+        JournalError: an unfinished sample does not fit.
+    """
+    for group in saved.groups:
+        if reason := _why_too_long(s, group):
+            raise JournalError(f"the journal's prompt {group.prompt.id!r} of run {group.run!r} {reason}")
+    too_long = [group.gid for group in saved.attached if _why_too_long(s, group)]
+    if too_long:
+        log.warning("april: %d unfinished attached requests are too long for this server: forgotten", len(too_long))
+        saved.attached = [group for group in saved.attached if group.gid not in set(too_long)]
+
+
+def _why_too_long(s: Scheduler, group: SnapshotGroup) -> str:
+    """Why SGLang cannot draw another token of a group's longest unfinished sample, or an empty string.
+
+    By the limits of `Scheduler.init_req_max_new_tokens` and `TpModelWorker.get_worker_info`.
+    """
+    drawn = [x.chunk.length if x.chunk is not None else 0 for x in group.samples if x.finished is None]
+    if not drawn:
+        return ""
+    prompt, output, page = len(group.prompt.input_ids) // 4, max(drawn), s.page_size
+    least = prompt + max(output + 3, 7)
+    least_pool = max(least, -(-prompt // page) * page + page + output + 2)
+    context, pool = s.model_config.context_len, s.max_total_num_tokens
+    have = f"has {prompt} tokens, and {output} more have been drawn"
+    if least > context:
+        return f"{have}: this needs a --context-length of {least} or more, and the server has {context}"
+    if least_pool > pool:
+        flags = "raise --max-total-tokens or --mem-fraction-static"
+        return f"{have}: this needs a KV pool of {least_pool} tokens or more, and the server has {pool}; {flags}"
+    return ""
 
 
 def _identity(s: Scheduler) -> ModelIdentity:
