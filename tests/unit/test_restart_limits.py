@@ -15,7 +15,7 @@ from sglang_april.adapter.core import restart as restart_module
 from sglang_april.adapter.core.encoded_params import encode_params
 from sglang_april.adapter.core.restart import restart
 from sglang_april.api.messages import Prompt, Span
-from sglang_april.api.types import ATTACHED
+from sglang_april.api.run_keys import run_key
 from sglang_april.config import AprilConfig
 from sglang_april.recovery import schema
 from sglang_april.recovery.model_identity import ModelIdentity
@@ -99,6 +99,9 @@ def test_an_attached_request_that_no_longer_fits_begins_anew(
 ) -> None:
     """Its caller may never come back, and must not keep the server from starting."""
     asked = Prompt("0:rid", ids(*range(PROMPT)), 1, 0, 7)
-    more = schema.attached(ATTACHED + "run", (2, 0, asked, PARAMS)), schema.tokens(2, 0, 0, chunk(*range(DRAWN + 11)))
+    more = (
+        schema.attached(run_key("requests", "run"), (2, 0, asked, PARAMS)),
+        schema.tokens(2, 0, 0, chunk(*range(DRAWN + 11))),
+    )
     controller = start(monkeypatch, journal_of(tmp_path / "journal", *more), context, LARGE)
-    assert (("run", "rid") in controller.context.saved_attached) == kept
+    assert ((run_key("requests", "run"), "rid") in controller.context.saved_attached) == kept
