@@ -92,6 +92,7 @@ def uses_processes(sample: RewardSample, prompt: TrainingPrompt) -> float:
         with multiprocessing.Pool(2) as pool:
             return float(sum(pool.map(abs, [-1, -2, -3])))
     pid_file = Path(prompt.metadata) / str(sample.index)
+    pid_file.unlink(missing_ok=True)  # of an earlier attempt
     multiprocessing.Process(target=_sleeps, args=(str(pid_file),)).start()
     while not pid_file.exists() or not pid_file.read_text():
         time.sleep(0.01)
