@@ -44,9 +44,7 @@ def test_interrupted_command_leaves_its_contexts_and_prints_one_line(number: sig
 def test_command_interrupted_during_its_imports_prints_one_line(command: str, tmp_path: Path) -> None:
     (tmp_path / "rich.py").write_text("import time\nprint('started', flush=True)\ntime.sleep(600)\n")
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # else the child ignores what a background shell ignores
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # else the child ignores what a background shell ignores
     process = subprocess.Popen(
         [sys.executable, "-m", command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
     )
