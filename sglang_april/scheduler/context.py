@@ -133,10 +133,6 @@ class Context:
         """Whether some run may let samples step."""
         return bool(self.rounds or self.ahead or self.attached)
 
-    def is_empty(self) -> bool:
-        """Whether there is neither a run with samples nor a round: SGLang serves its own requests only."""
-        return not (self.ledger.runs or self.may_have_work())
-
     def needs_tuning(self) -> bool:
         """Whether a round with `concurrency: auto` is open or runs ahead."""
         if not self.rounds and not self.ahead:  # a generator takes longer than the rest of an idle step

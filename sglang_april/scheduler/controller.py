@@ -140,11 +140,6 @@ class Controller:
         """Top of a scheduling step: end rounds that are over, relieve memory pressure, fill free slots."""
         c = self.context
         c.step += 1
-        if c.is_empty():
-            self._may_step = False
-            c.reservations.release_loading()
-            c.recorder.commit()
-            return
         self.round_end.end_due()
         self._may_step = c.may_have_work() and c.may_step()
         if not self._may_step:
