@@ -182,7 +182,7 @@ class RequestBuilder:
             for token in map(int, merged.get(name) or ()):
                 if token >= server.vocab_size:
                     raise bad(name, f"{token} is not in the vocabulary of {server.vocab_size} tokens")
-        if (merged.get("beam_width") or 1) > 1:
+        if merged.get("beam_width") not in (None, 1):
             raise bad("beam_width", "rollouts are sampled, not searched")
         least, most = merged.get("min_new_tokens") or 0, merged.get("max_new_tokens")
         if most is not None and least > most:

@@ -30,6 +30,8 @@ def request(**params: Any) -> GenerateReqInput:
 def test_a_beam_search_belongs_to_no_run() -> None:
     with pytest.raises(ValueError, match="beam_width"):
         attach(request(beam_width=2), {RUN: "r"}, None)
+    with pytest.raises(ValueError, match="beam_width"):
+        attach(request(beam_width="2"), {RUN: "r"}, None)
     assert attach(request(beam_width=2), {}, "default") is None
     assert attach(request(beam_width=1), {}, "default") is not None
 
@@ -45,8 +47,8 @@ def test_memory_for_the_next_decode_counts_the_beams(monkeypatch: pytest.MonkeyP
     """SGLang aborts a beam search that finds none, although partials could be moved out of the pool."""
     rows = [SimpleNamespace(beam_group=None, finished=lambda: False) for _ in range(2)]
     rows[0].beam_group = SimpleNamespace(num_member_rows=15)
-    assert Release0523.beam_rows(SimpleNamespace(), rows) == 15  # type: ignore[arg-type]
-    monkeypatch.setattr(type(shape), "beam_rows", lambda _, reqs: Release0523.beam_rows(None, reqs))  # type: ignore[arg-type]
+    coordinator = SimpleNamespace(_num_live_groups=1)
+    monkeypatch.setattr(type(shape), "beam_rows", lambda _, s, reqs: Release0523().beam_rows(s, reqs))
     monkeypatch.setattr(type(shape), "committed", lambda _, _req: 7)
     s: Any = SimpleNamespace(
         page_size=1,
@@ -54,8 +56,11 @@ def test_memory_for_the_next_decode_counts_the_beams(monkeypatch: pytest.MonkeyP
         running_batch=SimpleNamespace(reqs=rows),
         last_batch=None,
         chunked_req=None,
+        beam_coordinator=coordinator,
     )
     assert (Capacity(s).tokens_for_next_decode(), Capacity(s).most_for_next_decode()) == (17, 17)
+    coordinator._num_live_groups = 0
+    assert not Release0523().beam_rows(s, iter(lambda: pytest.fail("no request is looked at"), None))
 
 
 # --- aborts

@@ -218,7 +218,7 @@ def _problem(obj: GenerateReqInput) -> str:
 
 def _beams(each: list[Any]) -> str:
     """SGLang 0.5.23: a suspend stores the KV of one row, and a beam search has one per beam."""
-    if any(isinstance(one, dict) and (one.get("beam_width") or 1) > 1 for one in each):
+    if any(isinstance(one, dict) and one.get("beam_width") not in (None, 1) for one in each):
         return f"beam_width: is not supported in a request that belongs to a run ({RUN})"
     return ""
 

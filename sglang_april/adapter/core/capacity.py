@@ -62,11 +62,13 @@ class Capacity:
         s = self._s
         alive = [r for r in itertools.chain(s.running_batch.reqs, self._last_prefill_reqs()) if not r.finished()]
         pages = sum(shape.committed(r) % s.page_size == 0 for r in alive if r is not s.chunked_req)
-        return (pages + shape.beam_rows(alive)) * int(s.page_size)
+        return (pages + shape.beam_rows(s, alive)) * int(s.page_size)
 
     def most_for_next_decode(self) -> int:
-        reqs = [*self._s.running_batch.reqs, *self._last_prefill_reqs()]
-        return (len(reqs) + shape.beam_rows(reqs)) * int(self._s.page_size)
+        s = self._s
+        running, joining = s.running_batch.reqs, self._last_prefill_reqs()
+        beams = shape.beam_rows(s, itertools.chain(running, joining))
+        return (len(running) + len(joining) + beams) * int(s.page_size)
 
     def prefill_budget(self) -> int:
         s = self._s

@@ -127,8 +127,11 @@ class Shape(Protocol):
     def tp_size(self, s: Any) -> int:
         """Tensor-parallel ranks."""
 
-    def beam_rows(self, reqs: Sequence[Any]) -> int:
-        """Rows of a decode beyond one for each request: those of the beams of a beam search."""
+    def beam_rows(self, s: Any, reqs: Iterable[Any]) -> int:
+        """Rows of a decode beyond one for each of these requests: those of the beams of a beam search.
+
+        It looks at the requests only while there is a beam search.
+        """
 
     def may_clear(self, manager: Any, s: Any) -> bool:
         """Whether a flush would clear the KV pool. `manager` is the scheduler, or the owner of its `is_fully_idle`."""

@@ -129,6 +129,7 @@ DEPENDS_ON: tuple[str, ...] = (
     "sglang.srt.mem_cache.rust_tree_core.adapter.RustUnifiedTreeCore.dec_lock_ref",
     "sglang.srt.mem_cache.rust_tree_core.adapter.RustUnifiedTreeCore.collect_full_device_indices",
     # The scheduler.
+    "sglang.srt.beam_search.coordinator.BeamCoordinator.pending_member_rows",
     _BATCH + "NextBatchPlan",
     _SCHEDULER + "_handle_generate_request",
     _SCHEDULER + "_reqs_finishing_inflight",

@@ -44,7 +44,7 @@ class Until0518:
     def model_config(self, args: Any) -> Any:
         return args.get_model_config()
 
-    def beam_rows(self, _reqs: Sequence[Any]) -> int:
+    def beam_rows(self, _s: Any, _reqs: Iterable[Any]) -> int:
         return 0
 
     def has_kv(self, req: Any) -> bool:

@@ -59,7 +59,9 @@ class Release0523(Kv0523, Since0516):
     def may_clear(self, manager: Any, s: Any) -> bool:
         return bool(manager.is_fully_idle(ignore_waiting=s._engine_paused))
 
-    def beam_rows(self, reqs: Sequence[Any]) -> int:
+    def beam_rows(self, s: Any, reqs: Iterable[Any]) -> int:
+        if not s.beam_coordinator._num_live_groups:
+            return 0
         return sum(req.beam_group.num_member_rows for req in reqs if req.beam_group is not None)
 
     def in_flight(self, s: Any) -> Iterable[Any]:
