@@ -17,6 +17,9 @@ class Run:
     """As callers name it; a run of another kind can have the same name."""
     kind: RunKind = "prompts"
     key: str = field(init=False)
+    """Of this run alone, in the ledger and the journal."""
+    attached: bool = field(init=False)
+    """Its samples are requests of SGLang's own routes, each a group of one that no round delivers."""
     groups: OrderedDict[str, Group] = field(default_factory=OrderedDict)
     """Undelivered groups by prompt id, in arrival order."""
     incarnations: dict[str, int] = field(default_factory=dict)
@@ -42,12 +45,7 @@ class Run:
     """Samples that hold the KV of an ended leg: between two legs, and until the next leg's prefill is launched."""
 
     def __post_init__(self) -> None:
-        self.key = run_key(self.kind, self.name)
-
-    @property
-    def attached(self) -> bool:
-        """Its samples are requests of SGLang's own routes, each a group of one that no round delivers."""
-        return self.kind != "prompts"
+        self.key, self.attached = run_key(self.kind, self.name), self.kind != "prompts"
 
     def named(self, ids: list[str] | None) -> list[Group]:
         """Undelivered groups with one of these prompt ids; all when `ids` is None."""

@@ -1,4 +1,4 @@
-"""Trajectories that end, are dropped, or are forgotten: their legs, their parked KV, and who is told."""
+"""Ends, drops and forgets trajectories, with their pending legs and their parked KV, and reports it."""
 
 from collections.abc import Callable, Iterable, Mapping
 

@@ -1,4 +1,4 @@
-"""What the journal is told of kept replies, and which ones a restart keeps."""
+"""The journal records which replies are kept, and a restart keeps those."""
 
 import asyncio
 import threading

@@ -15,7 +15,7 @@ def _preempts_on_one_rank(value: Any, args: Any) -> bool:
     return not value or args.tp_size <= 1 or bool(getattr(args, "disable_priority_preemption", False))
 
 
-def _attaches_no_others(value: Any, _: Any) -> bool:
+def _without_default_run(value: Any, _: Any) -> bool:
     return not value or config.load().attach is None
 
 
@@ -304,7 +304,7 @@ ARGUMENTS: tuple[Rule, ...] = (
     ),
     refuse_if(
         "warmups",
-        _attaches_no_others,
+        _without_default_run,
         "with `--april-attach`",
         "its requests would be attached to the run, and could wait for weights before the server serves",
     ),

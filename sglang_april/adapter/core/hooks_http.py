@@ -159,7 +159,7 @@ async def check_weights(original: Original, manager: Any, obj: Any, request: Any
         return await original(manager, obj, request)
     async with manager.april.audit.paused():
         result = await original(manager, obj, request)
-    await manager.april.released_memory()
+    await manager.april.released_memory()  # which lets the next weight call pass open rounds, if the weights are lost
     return result
 
 
