@@ -21,11 +21,11 @@ def spread(ratios: list[float]) -> str:
 def pairs(rows: list[Row]) -> tuple[list[Row], list[list[str]]]:
     """Output tokens/s of `sglang.bench_serving`, relative to the stock server of the same pair."""
     used: list[Row] = []
-    titles = "requests to the patched server", "output tokens/s, relative to the stock server", "spread"
+    titles = "requests to the other server", "output tokens/s, relative to the stock server", "spread"
     cells = [[*titles, "CPU time per request"]]
     for preset, pace in (("cpu", "tiny model on two cores"), ("paced", "paced: not measured on a GPU")):
         mine = newest_run([row for row in rows if (row.get("bench"), row.get("preset")) == ("agents pairs", preset)])
-        for case in ("unattached", "attached"):
+        for case in ("control", "unattached", "attached"):
             ratios = [row["ratio"] for row in mine if row["case"] == case]
             if len(ratios) > 1:
                 ms, of_stock = (
@@ -33,7 +33,8 @@ def pairs(rows: list[Row]) -> tuple[list[Row], list[list[str]]]:
                     for one in (case, f"stock beside {case}")
                 )
                 cpu = f"{ms:.1f} ms (stock: {of_stock:.1f} ms)"
-                cells.append([f"{case}, {pace}", f"{median(ratios):.3f}", spread(ratios), cpu])
+                title = "stock too (control)" if case == "control" else case
+                cells.append([f"{title}, {pace}", f"{median(ratios):.3f}", spread(ratios), cpu])
         used += mine
     return used, cells
 

@@ -7,9 +7,9 @@
     python -m bench.agents turns --preset paced --push-every 16 --repetitions 3    # twice in a trajectory of about 33 s
     python -m bench.agents turns --preset paced-32b                                # twice in a trajectory of about 75 s
 
-`pairs` runs `sglang.bench_serving` on a stock and on a patched server in turn. The requests of `attached` belong to a
-run; those of `unattached` do not. A row has output tokens/s, the server's CPU time per request, and the ratio of the
-rates to the stock server of the same pair. Many short pairs, because the speed of a shared machine drifts.
+`pairs` runs `sglang.bench_serving` on a stock and on a patched server (`bench/agent_pairs.py`). The requests of
+`attached` belong to a run; those of `unattached` do not. A row has output tokens/s, the server's CPU time per request,
+and the ratio of the rates to the stock server of the same pair. `control` is a second stock server.
 
 `turns` runs multi-turn agents over pushes (`bench/agent_turns.py`); its ratios are to `resend` within one run.
 """
@@ -23,14 +23,15 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from bench import record
-from bench.agent_turns import ATTACHED, HEADERS, VARIANTS, Agents, Load
+from bench import agent_pairs, record
+from bench.agent_turns import ATTACHED, VARIANTS, Agents, Load
 from bench.overhead import serve
 from bench.pace_tables import TABLES
 from bench.random_checkpoint import two_policies
 from bench.rollout.engine_client import EngineClient
-from bench.rollout.servers import Size, both_servers, cpu_seconds
+from bench.rollout.servers import Size, both_servers, stock_server
 from examples import interrupt
+from examples.april_demo.server import has_gpu
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class AgentsPreset:
     repetitions: int
     at_once: int
     """Requests at once of `pairs`. Two cores keep the pace of a GPU with 16, beside the client."""
+    together: bool = False
+    """Whether `pairs` measures both servers at the same time. Two cores do not keep the pace of two GPUs."""
     shape: str = "tiny"
     pace: Path | None = None
 
@@ -69,10 +72,10 @@ def _grid(base: Load) -> tuple[Load, ...]:
 PRESETS = {
     preset.name: preset
     for preset in (
-        AgentsPreset("smoke", 8, 2048, (_SMOKE,), 1, 8),
-        AgentsPreset("cpu", 32, 4096, _grid(_CPU), 3, 32),
-        AgentsPreset("paced", 64, 8192, _grid(_PACED), 1, 16, "paced", TABLES / "qwen3-4b-h100.json"),
-        AgentsPreset("paced-32b", 64, 8192, (_PACED_32B,), 2, 16, "paced", TABLES / "qwen3-32b-mi300x.json"),
+        AgentsPreset("smoke", 8, 2048, (_SMOKE,), 1, 8, together=True),
+        AgentsPreset("cpu", 32, 4096, _grid(_CPU), 3, 32, together=True),
+        AgentsPreset("paced", 64, 8192, _grid(_PACED), 1, 16, pace=TABLES / "qwen3-4b-h100.json", shape="paced"),
+        AgentsPreset("paced-32b", 64, 8192, (_PACED_32B,), 2, 16, pace=TABLES / "qwen3-32b-mi300x.json", shape="paced"),
     )
 }
 
@@ -95,27 +98,6 @@ async def measure_turns(
                 row["ratio"] = row["trajectories_per_s"] / of_pair["resend"]["trajectories_per_s"]
             rows += of_pair.values()
     return rows
-
-
-def measure_pairs(stock: str, april: str, model: Path, prompts: int, at_once: int, repetition: int) -> list[record.Row]:
-    """Two pairs; every second repetition begins with the patched server."""
-    rows: list[record.Row] = []
-    for number, case in enumerate(("unattached", "attached")):
-        headers = HEADERS if case == "attached" else {}
-        seed = 1 + 2 * repetition + number
-        measured: dict[str, record.Row] = {}
-        for server in ("stock", "april") if repetition % 2 == 0 else ("april", "stock"):
-            url, given = (stock, {}) if server == "stock" else (april, headers)
-            before = cpu_seconds(url)
-            rate = serve(url, model, prompts, at_once, seed, given)
-            cpu_ms = 1e3 * (cpu_seconds(url) - before) / prompts
-            measured[server] = {"output_tokens_per_s": rate, "cpu_ms_per_request": cpu_ms}
-        ratio = measured["april"]["output_tokens_per_s"] / measured["stock"]["output_tokens_per_s"]
-        rows += [
-            {"case": f"stock beside {case}", **measured["stock"], "ratio": 1.0},
-            {"case": case, **measured["april"], "ratio": ratio},
-        ]
-    return [{"bench": "agents pairs", "repetition": repetition, **row} for row in rows]
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -157,11 +139,25 @@ def main(given: list[str] | None = None) -> int:
         urls = stack.enter_context(both_servers(size, record.ROOT / "out" / "bench"))
         common = {"run_id": uuid.uuid4().hex[:12], **record.provenance()}
         if args.what == "pairs":
-            for url in urls:
-                serve(url, checkpoints[0], preset.slots, preset.at_once, 0)
-            for repetition in range(repetitions):
-                rows = measure_pairs(*urls, checkpoints[0], prompts, preset.at_once, repetition)
-                _keep(args.out, [{**common, "preset": preset.name, **row} for row in rows])
+            together = preset.together and not has_gpu()
+            second = stack.enter_context(stock_server(size, folder / "control")) if together else None
+            for url in (*urls, second):
+                if url:
+                    serve(url, checkpoints[0], preset.slots, preset.at_once, 0)
+            pairs = agent_pairs.pairs(*urls, second)
+            for seed in range(repetitions * len(pairs)):
+                repetition, pair = seed // len(pairs), pairs[seed % len(pairs)]
+                rows = agent_pairs.measure(
+                    pair,
+                    checkpoints[0],
+                    prompts,
+                    preset.at_once,
+                    1 + seed,
+                    reverse=repetition % 2 == 1,
+                    together=together,
+                )
+                given = {**common, "preset": preset.name, "repetition": repetition}
+                _keep(args.out, [{**given, **row} for row in rows])
             return 0
         for load in chosen_loads(preset, base_only=args.base_only, push_s=args.push_every):
             part = replace(preset, loads=(load,), repetitions=repetitions)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import agents, kernel_cases, overhead, resume, round_memory, stop_latency, suspend
+from bench import agent_pairs, agents, kernel_cases, overhead, resume, round_memory, stop_latency, suspend
 from bench.record import Row
 from bench.rollout.engine_client import EngineClient
 from bench.rollout.presets import PRESETS
@@ -128,11 +128,11 @@ def test_agents_of_every_variant_finish_over_pushes(server: Server, models: Call
 
 
 def test_serving_pairs(server: Server, models: Callable[[str, int], Path]) -> None:
-    rows = agents.measure_pairs(server.url, server.url, models("qwen3", 0), prompts=4, at_once=2, repetition=0)
-    assert [row["case"] for row in rows] == [
-        "stock beside unattached",
-        "unattached",
-        "stock beside attached",
-        "attached",
+    rows = [
+        row
+        for pair in agent_pairs.pairs(server.url, server.url, None)
+        for row in agent_pairs.measure(pair, models("qwen3", 0), 4, 2, 1, reverse=False, together=False)
     ]
+    cases = ["stock beside unattached", "unattached", "stock beside attached", "attached"]
+    assert [row["case"] for row in rows] == cases
     assert all(row["output_tokens_per_s"] > 0 and row["cpu_ms_per_request"] > 0 for row in rows)
