@@ -156,8 +156,8 @@ def main(given: list[str] | None = None) -> int:
                     reverse=repetition % 2 == 1,
                     together=together,
                 )
-                given = {**common, "preset": preset.name, "repetition": repetition}
-                _keep(args.out, [{**given, **row} for row in rows])
+                keys = {**common, "preset": preset.name, "repetition": repetition}
+                _keep(args.out, [{**keys, **row} for row in rows])
             return 0
         for load in chosen_loads(preset, base_only=args.base_only, push_s=args.push_every):
             part = replace(preset, loads=(load,), repetitions=repetitions)

@@ -82,8 +82,7 @@ class Suspender:
             self._demote_until(lambda coming: engine.tokens_free() + coming >= HEADROOM_STEPS * need)
         if (wanted := engine.first_waiting_need()) and (engine.row_slots() > 0 or engine.preempts):
             kept = [s for s in (*self._c.reservations.loading, engine.first_waiting_on_kv()) if s is not None]
-            reserved = engine.tokens_free() - engine.prefill_budget()
-            self._demote_until(lambda coming: engine.tokens_free() - reserved + coming > wanted, excluding=kept)
+            self._demote_until(lambda coming: engine.prefill_budget() + coming > wanted, excluding=kept)
 
     def _demote_until(self, enough: Callable[[int], bool], excluding: Collection[Sample] = ()) -> None:
         """Order copies in eviction order until `enough` of the tokens that they will free; they are not waited for."""
