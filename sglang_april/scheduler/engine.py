@@ -193,4 +193,4 @@ class Engine(Protocol):
         """Pool tokens, in whole pages, that device pages hold outside of the radix tree."""
 
     def renew_keys(self) -> None:
-        """The version has moved: renew the cache key of every request without KV, and evict unused old prefixes."""
+        """The version has moved, or is unknown: renew the cache keys of requests without KV, evict unused prefixes."""

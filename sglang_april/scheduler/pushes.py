@@ -79,6 +79,7 @@ class Interrupter:
         """The weights were dropped or reset: nothing steps until a push, which may name the same version."""
         self._c.clock.lost = True
         self._c.engine.version = UNNAMED
+        self._c.engine.renew_keys()  # a request that waits must not leave KV under the version of the lost weights
 
     def freeze(self) -> None:
         """Begin a pause: no rollout sample takes a step until `thaw`."""

@@ -13,7 +13,7 @@ from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.controller import Controller
 from sglang_april.scheduler.decisions import Decisions
 from sglang_april.scheduler.state import Group, Proximal, Sample, State
-from sglang_april.scheduler.version_clock import VersionClock
+from sglang_april.scheduler.version_clock import UNNAMED, VersionClock
 from tests.unit.fake_copies import Copies
 from tests.unit.fake_pages import FakePages
 from tests.unit.fake_request import Request, build, remember, sample_key, seed_of
@@ -252,4 +252,6 @@ class FakeEngine(FakePages):
         )
 
     def renew_keys(self) -> None:
-        assert self.version == self.controller.context.clock.version
+        clock = self.controller.context.clock
+        assert self.version == (UNNAMED if clock.lost else clock.version)
+        self.renewed_for = self.version

@@ -22,6 +22,8 @@ class FakeLoop:
     def __init__(self, slots: int, pool: int, chunk: int, overlap: bool, queue_limit: int) -> None:
         self.slots, self.pool, self.chunk, self.overlap, self.queue_limit = slots, pool, chunk, overlap, queue_limit
         self.version = self.epoch = 0
+        self.renewed_for: int | None = None
+        """Version of the newest cache keys."""
         self.cells: list[tuple[str, int, int] | None] = [None] * pool
         """Per KV slot: the request of its token, the position, and the version that wrote it."""
         self.lossy: set[int] = set()

@@ -20,25 +20,23 @@ from sglang.srt.managers.io_struct import (
 from sglang_april.adapter.core import hooks_control, hooks_http
 from sglang_april.adapter.core.hooks_scheduler import Process
 from sglang_april.scheduler.version_clock import VersionClock
-from tests.unit.weight_call_rank import report_outcome
+from tests.unit.weight_call_rank import report_outcomes
 
 
-@pytest.mark.parametrize(
-    ("failing", "expected"),
-    [(None, (True, "loaded")), (0, (False, "rank 0: bad tensor")), (1, (False, "rank 1: bad tensor"))],
-)
-def test_weight_call_that_fails_on_one_rank_fails_on_all(
-    tmp_path: Path, failing: int | None, expected: tuple[bool, str]
-) -> None:
+def test_weight_call_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
+    expected = {None: (True, "loaded"), 0: (False, "rank 0: bad tensor"), 1: (False, "rank 1: bad tensor")}
     context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
     outcomes = context.Queue()
     ranks = [
-        context.Process(target=report_outcome, args=(rank, failing, str(tmp_path / "store"), outcomes))
+        context.Process(target=report_outcomes, args=(rank, list(expected), str(tmp_path / "store"), outcomes))
         for rank in (0, 1)
     ]
     for rank in ranks:
         rank.start()
-    assert dict(outcomes.get(timeout=300) for _ in ranks) == {0: expected, 1: expected}
+    combined = [outcomes.get(timeout=300) for _ in range(len(ranks) * len(expected))]
+    assert {(rank, failing): outcome for rank, failing, outcome in combined} == {
+        (rank, failing): outcome for rank in (0, 1) for failing, outcome in expected.items()
+    }
     for rank in ranks:
         rank.join()
 

@@ -86,7 +86,7 @@ def test_lost_weights_close_admission_until_a_push(harness: Build, named: int | 
     w.open("run", lengths(1, 9), quota=1)
     w.reply()
     w.do(lambda e: e.controller.weights_lost())
-    assert w.engine.version == UNNAMED
+    assert (w.engine.version, w.engine.renewed_for) == (UNNAMED, UNNAMED)  # also for requests that wait
     answer = w.open("run", {})
     assert (answer.status, "weights are lost" in answer.reason) == (503, True)
     assert report.state(w.controller.context)["unnamed"]
