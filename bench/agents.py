@@ -19,17 +19,15 @@ import asyncio
 import json
 import tempfile
 import uuid
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from bench import agent_pairs, record
 from bench.agent_turns import ATTACHED, VARIANTS, Agents, Load
-from bench.overhead import serve
 from bench.pace_tables import TABLES
 from bench.random_checkpoint import two_policies
 from bench.rollout.engine_client import EngineClient
-from bench.rollout.servers import Size, both_servers, stock_server
+from bench.rollout.servers import Size, both_servers
 from examples import interrupt
 from examples.april_demo.server import has_gpu
 
@@ -45,6 +43,9 @@ class AgentsPreset:
     repetitions: int
     at_once: int
     """Requests at once of `pairs`. Two cores keep the pace of a GPU with 16, beside the client."""
+    pairs: int = 24
+    launches: int = 1
+    """Launches of the servers over which `pairs` is spread: two processes of one program differ in speed on a CPU."""
     together: bool = False
     """Whether `pairs` measures both servers at the same time. Two cores do not keep the pace of two GPUs."""
     shape: str = "tiny"
@@ -72,8 +73,8 @@ def _grid(base: Load) -> tuple[Load, ...]:
 PRESETS = {
     preset.name: preset
     for preset in (
-        AgentsPreset("smoke", 8, 2048, (_SMOKE,), 1, 8, together=True),
-        AgentsPreset("cpu", 32, 4096, _grid(_CPU), 3, 32, together=True),
+        AgentsPreset("smoke", 8, 2048, (_SMOKE,), 1, 8, pairs=1, together=True),
+        AgentsPreset("cpu", 32, 4096, _grid(_CPU), 3, 32, launches=8, together=True),
         AgentsPreset("paced", 64, 8192, _grid(_PACED), 1, 16, pace=TABLES / "qwen3-4b-h100.json", shape="paced"),
         AgentsPreset("paced-32b", 64, 8192, (_PACED_32B,), 2, 16, pace=TABLES / "qwen3-32b-mi300x.json", shape="paced"),
     )
@@ -110,7 +111,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--push-every", type=float, metavar="S", help="only the first load, with a push S seconds after the last one"
     )
-    parser.add_argument("--repetitions", type=int, help="repetitions (default: 24 for pairs, the preset's for turns)")
+    parser.add_argument("--repetitions", type=int, help="repetitions, for `pairs` of each launch (the preset's)")
+    parser.add_argument("--launches", type=int, help="launches of the servers for `pairs` (the preset's)")
     parser.add_argument("--prompts", type=int, default=256, help="requests per measurement of `pairs` (%(default)s)")
     parser.add_argument(
         "--out", type=Path, default=record.RESULTS / "agents.json", help="file to which rows are appended (%(default)s)"
@@ -129,39 +131,28 @@ def main(given: list[str] | None = None) -> int:
     """Append rows as they are measured; returns the exit status."""
     args = arguments(given)
     preset = PRESETS["smoke" if args.smoke else args.preset]
-    repetitions = args.repetitions or (preset.repetitions if args.what == "turns" else 1 if args.smoke else 24)
-    prompts = 16 if args.smoke else args.prompts
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="april-bench-")))
-        checkpoints = two_policies(folder, preset.shape)
+    with tempfile.TemporaryDirectory(prefix="april-bench-") as folder:
+        checkpoints = two_policies(Path(folder), preset.shape)
         pool = preset.slots * preset.context // 2
         size = Size(checkpoints[0], preset.slots, preset.context, pool, pace=preset.pace)
-        urls = stack.enter_context(both_servers(size, record.ROOT / "out" / "bench"))
-        common = {"run_id": uuid.uuid4().hex[:12], **record.provenance()}
+        common = {"run_id": uuid.uuid4().hex[:12], "preset": preset.name, **record.provenance()}
         if args.what == "pairs":
-            together = preset.together and not has_gpu()
-            second = stack.enter_context(stock_server(size, folder / "control")) if together else None
-            for url in (*urls, second):
-                if url:
-                    serve(url, checkpoints[0], preset.slots, preset.at_once, 0)
-            pairs = agent_pairs.pairs(*urls, second)
-            for seed in range(repetitions * len(pairs)):
-                repetition, pair = seed // len(pairs), pairs[seed % len(pairs)]
-                rows = agent_pairs.measure(
-                    pair,
-                    checkpoints[0],
-                    prompts,
-                    preset.at_once,
-                    1 + seed,
-                    reverse=repetition % 2 == 1,
-                    together=together,
-                )
-                keys = {**common, "preset": preset.name, "repetition": repetition}
-                _keep(args.out, [{**keys, **row} for row in rows])
+            launches = args.launches or preset.launches
+            pairs = agent_pairs.PairLoad(
+                prompts=16 if args.smoke else args.prompts,
+                at_once=preset.at_once,
+                launches=launches,
+                repetitions=args.repetitions or max(1, preset.pairs // launches),
+                together=preset.together and not has_gpu(),
+            )
+            for rows in agent_pairs.measure_launches(size, pairs, record.ROOT / "out" / "bench"):
+                _keep(args.out, [{**common, **row} for row in rows])
             return 0
-        for load in chosen_loads(preset, base_only=args.base_only, push_s=args.push_every):
-            part = replace(preset, loads=(load,), repetitions=repetitions)
-            _keep(args.out, asyncio.run(_turns(urls, part, checkpoints, common)))
+        repetitions = args.repetitions or preset.repetitions
+        with both_servers(size, record.ROOT / "out" / "bench") as urls:
+            for load in chosen_loads(preset, base_only=args.base_only, push_s=args.push_every):
+                part = replace(preset, loads=(load,), repetitions=repetitions)
+                _keep(args.out, asyncio.run(_turns(urls, part, checkpoints, common)))
     return 0
 
 

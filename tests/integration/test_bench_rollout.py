@@ -128,10 +128,11 @@ def test_agents_of_every_variant_finish_over_pushes(server: Server, models: Call
 
 
 def test_serving_pairs(server: Server, models: Callable[[str, int], Path]) -> None:
+    load = agent_pairs.PairLoad(prompts=4, at_once=2, launches=1, repetitions=1, together=False)
     rows = [
         row
         for pair in agent_pairs.pairs(server.url, server.url, None)
-        for row in agent_pairs.measure(pair, models("qwen3", 0), 4, 2, 1, reverse=False, together=False)
+        for row in agent_pairs.measure(pair, models("qwen3", 0), load, 1, reverse=False)
     ]
     cases = ["stock beside unattached", "unattached", "stock beside attached", "attached"]
     assert [row["case"] for row in rows] == cases
