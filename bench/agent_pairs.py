@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import psutil
 
 from bench import record
@@ -23,6 +24,7 @@ from bench.rollout.servers import Size, both_servers, cpu_seconds, processes, st
 
 EXCHANGE_S = 0.1
 """Seconds between two exchanges of the cores: short beside a measurement, long beside what moving a thread costs."""
+FLUSH_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,8 @@ def _move(server: Sequence[psutil.Process], cores: set[int]) -> None:
 def measure(pair: Pair, model: Path, load: PairLoad, seed: int, *, reverse: bool) -> list[record.Row]:
     """A row of the stock server and one of the other, which begins if `reverse`.
 
-    Each call needs a `seed` of its own: prompts that a server has seen are in its prefix cache.
+    The prefix caches are emptied first: a server with a full one evicts for every request. Each call needs a `seed` of
+    its own, for prompts that no server has seen.
     """
     servers = [(pair.stock, {}), (pair.other, pair.headers)]
     order = servers[::-1] if reverse else servers
@@ -127,6 +130,8 @@ def measure(pair: Pair, model: Path, load: PairLoad, seed: int, *, reverse: bool
         rate = serve(url, model, load.prompts, load.at_once, seed, headers)
         return {"output_tokens_per_s": rate, "cpu_ms_per_request": 1e3 * (cpu_seconds(url) - before) / load.prompts}
 
+    for url, _ in servers:
+        httpx.post(f"{url}/flush_cache", timeout=FLUSH_LIMIT_S).raise_for_status()
     if load.together:
         with exchanged_cores([url for url, _ in order]), ThreadPoolExecutor(len(order)) as threads:
             measured = list(threads.map(one, order))
