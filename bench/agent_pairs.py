@@ -2,7 +2,7 @@
 
 On a CPU both servers of a pair are measured at the same time, each on one core, and exchange the cores: the speed of a
 shared machine drifts by more than what is measured, and so does each core's. They are started anew for every few pairs,
-because two processes of one program differ by several percent for as long as they live.
+because two processes of one program may differ by several percent for as long as they live.
 """
 
 import contextlib
@@ -73,10 +73,7 @@ def measure_launches(size: Size, load: PairLoad, logs: Path) -> Iterator[list[re
 
 @contextlib.contextmanager
 def exchanged_cores(urls: Sequence[str]) -> Iterator[None]:
-    """Two servers on a core each, which they exchange until the context ends.
-
-    The servers are moved in turn first, because the second one to move has shared a core with the first for a moment.
-    """
+    """Two servers on a core each, which they exchange until the context ends."""
     allowed = os.sched_getaffinity(0)
     cores = sorted(allowed)[:2]
     if len(cores) < 2:
@@ -88,7 +85,8 @@ def exchanged_cores(urls: Sequence[str]) -> Iterator[None]:
         number = 0
         while not ended.wait(EXCHANGE_S):
             number += 1
-            # Who moves first changes every second time, or it would always be the server that comes to the same core.
+            # The server that moves second shares its core with the other for a moment. The order changes at every
+            # second exchange: if it changed at each, the same core would always be the shared one.
             first = number // 2 % 2
             for i in (first, 1 - first):
                 _move(servers[i], {cores[(i + number) % 2]})

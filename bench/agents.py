@@ -43,7 +43,8 @@ class AgentsPreset:
     repetitions: int
     at_once: int
     """Requests at once of `pairs`. Two cores keep the pace of a GPU with 16, beside the client."""
-    pairs: int = 24
+    pairs: int = 12
+    """Pairs of each kind, over all launches."""
     launches: int = 1
     """Launches of the servers over which `pairs` is spread: two processes of one program differ in speed on a CPU."""
     together: bool = False
@@ -74,7 +75,7 @@ PRESETS = {
     preset.name: preset
     for preset in (
         AgentsPreset("smoke", 8, 2048, (_SMOKE,), 1, 8, pairs=1, together=True),
-        AgentsPreset("cpu", 32, 4096, _grid(_CPU), 3, 32, launches=8, together=True),
+        AgentsPreset("cpu", 32, 4096, _grid(_CPU), 3, 32, pairs=16, launches=8, together=True),
         AgentsPreset("paced", 64, 8192, _grid(_PACED), 1, 16, pace=TABLES / "qwen3-4b-h100.json", shape="paced"),
         AgentsPreset("paced-32b", 64, 8192, (_PACED_32B,), 2, 16, pace=TABLES / "qwen3-32b-mi300x.json", shape="paced"),
     )
@@ -135,7 +136,7 @@ def main(given: list[str] | None = None) -> int:
         checkpoints = two_policies(Path(folder), preset.shape)
         pool = preset.slots * preset.context // 2
         size = Size(checkpoints[0], preset.slots, preset.context, pool, pace=preset.pace)
-        common = {"run_id": uuid.uuid4().hex[:12], "preset": preset.name, **record.provenance()}
+        common = {"run_id": uuid.uuid4().hex[:12], **record.provenance()}
         if args.what == "pairs":
             launches = args.launches or preset.launches
             pairs = agent_pairs.PairLoad(
@@ -146,7 +147,7 @@ def main(given: list[str] | None = None) -> int:
                 together=preset.together and not has_gpu(),
             )
             for rows in agent_pairs.measure_launches(size, pairs, record.ROOT / "out" / "bench"):
-                _keep(args.out, [{**common, **row} for row in rows])
+                _keep(args.out, [{**common, "preset": preset.name, **row} for row in rows])
             return 0
         repetitions = args.repetitions or preset.repetitions
         with both_servers(size, record.ROOT / "out" / "bench") as urls:
