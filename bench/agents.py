@@ -1,17 +1,11 @@
-"""Requests attached to a run against SGLang's own: the cost of attaching, and multi-turn agents over pushes.
+"""Multi-turn agents over weight pushes: requests attached to a run against SGLang's own (`bench/agent_turns.py`).
 
-    python -m bench.agents pairs --preset cpu
-    python -m bench.agents pairs --preset paced
-    python -m bench.agents turns --preset cpu
-    python -m bench.agents turns --preset paced
-    python -m bench.agents turns --preset paced --push-every 16 --repetitions 3    # twice in a trajectory of about 33 s
-    python -m bench.agents turns --preset paced-32b                                # twice in a trajectory of about 75 s
+    python -m bench.agents --preset cpu
+    python -m bench.agents --preset paced
+    python -m bench.agents --preset paced --push-every 16 --repetitions 3    # twice in a trajectory of about 33 s
+    python -m bench.agents --preset paced-32b                                # twice in a trajectory of about 75 s
 
-`pairs` runs `sglang.bench_serving` on a stock and on a patched server (`bench/agent_pairs.py`). The requests of
-`attached` belong to a run; those of `unattached` do not. A row has output tokens/s, the server's CPU time per request,
-and the ratio of the rates to the stock server of the same pair. `control` is a second stock server.
-
-`turns` runs multi-turn agents over pushes (`bench/agent_turns.py`); its ratios are to `resend` within one run.
+Ratios are to `resend` within one run. What attaching itself costs: `bench.overhead`.
 """
 
 import argparse
@@ -22,14 +16,13 @@ import uuid
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from bench import agent_pairs, record
+from bench import record
 from bench.agent_turns import ATTACHED, VARIANTS, Agents, Load
 from bench.pace_tables import TABLES
 from bench.random_checkpoint import two_policies
 from bench.rollout.engine_client import EngineClient
 from bench.rollout.servers import Size, both_servers
 from examples import interrupt
-from examples.april_demo.server import has_gpu
 
 
 @dataclass(frozen=True)
@@ -41,14 +34,6 @@ class AgentsPreset:
     context: int
     loads: tuple[Load, ...]
     repetitions: int
-    at_once: int
-    """Requests at once of `pairs`. Two cores keep the pace of a GPU with 16, beside the client."""
-    pairs: int = 12
-    """Pairs of each kind, over all launches."""
-    launches: int = 1
-    """Launches of the servers over which `pairs` is spread: two processes of one program differ in speed on a CPU."""
-    together: bool = False
-    """Whether `pairs` measures both servers at the same time. Two cores do not keep the pace of two GPUs."""
     shape: str = "tiny"
     pace: Path | None = None
 
@@ -74,10 +59,10 @@ def _grid(base: Load) -> tuple[Load, ...]:
 PRESETS = {
     preset.name: preset
     for preset in (
-        AgentsPreset("smoke", 8, 2048, (_SMOKE,), 1, 8, pairs=1, together=True),
-        AgentsPreset("cpu", 32, 4096, _grid(_CPU), 3, 32, pairs=16, launches=8, together=True),
-        AgentsPreset("paced", 64, 8192, _grid(_PACED), 1, 16, pace=TABLES / "qwen3-4b-h100.json", shape="paced"),
-        AgentsPreset("paced-32b", 64, 8192, (_PACED_32B,), 2, 16, pace=TABLES / "qwen3-32b-mi300x.json", shape="paced"),
+        AgentsPreset("smoke", 8, 2048, (_SMOKE,), 1),
+        AgentsPreset("cpu", 32, 4096, _grid(_CPU), 3),
+        AgentsPreset("paced", 64, 8192, _grid(_PACED), 1, pace=TABLES / "qwen3-4b-h100.json", shape="paced"),
+        AgentsPreset("paced-32b", 64, 8192, (_PACED_32B,), 2, pace=TABLES / "qwen3-32b-mi300x.json", shape="paced"),
     )
 }
 
@@ -105,16 +90,13 @@ async def measure_turns(
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.agents", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", choices=("pairs", "turns"))
     parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu", help="sizes and pace (%(default)s)")
     parser.add_argument("--smoke", action="store_true", help="a short run, as a test; its rates are not measurements")
     parser.add_argument("--base-only", action="store_true", help="measure only the first load of the preset")
     parser.add_argument(
         "--push-every", type=float, metavar="S", help="only the first load, with a push S seconds after the last one"
     )
-    parser.add_argument("--repetitions", type=int, help="repetitions, for `pairs` of each launch (the preset's)")
-    parser.add_argument("--launches", type=int, help="launches of the servers for `pairs` (the preset's)")
-    parser.add_argument("--prompts", type=int, default=256, help="requests per measurement of `pairs` (%(default)s)")
+    parser.add_argument("--repetitions", type=int, help="repetitions of each load (the preset's)")
     parser.add_argument(
         "--out", type=Path, default=record.RESULTS / "agents.json", help="file to which rows are appended (%(default)s)"
     )
@@ -137,18 +119,6 @@ def main(given: list[str] | None = None) -> int:
         pool = preset.slots * preset.context // 2
         size = Size(checkpoints[0], preset.slots, preset.context, pool, pace=preset.pace)
         common = {"run_id": uuid.uuid4().hex[:12], **record.provenance()}
-        if args.what == "pairs":
-            launches = args.launches or preset.launches
-            pairs = agent_pairs.PairLoad(
-                prompts=16 if args.smoke else args.prompts,
-                at_once=preset.at_once,
-                launches=launches,
-                repetitions=args.repetitions or max(1, preset.pairs // launches),
-                together=preset.together and not has_gpu(),
-            )
-            for rows in agent_pairs.measure_launches(size, pairs, record.ROOT / "out" / "bench"):
-                _keep(args.out, [{**common, "preset": preset.name, **row} for row in rows])
-            return 0
         repetitions = args.repetitions or preset.repetitions
         with both_servers(size, record.ROOT / "out" / "bench") as urls:
             for load in chosen_loads(preset, base_only=args.base_only, push_s=args.push_every):

@@ -11,6 +11,7 @@ from statistics import mean, median
 
 from bench import agent_tables, learning_page, loop_tables
 from bench.learning_stats import paired
+from bench.overhead_table import overhead
 from bench.record import Row, newest_run
 
 Cells = list[list[str]]
@@ -104,14 +105,9 @@ def round_memory(rows: list[Row]) -> tuple[list[Row], Cells]:
 
 
 def costs(rows: list[Row]) -> tuple[list[Row], Cells]:
-    """Overhead of the plugin and of its journal, and CPU time of its bookkeeping."""
-    overhead = newest_run(_of(rows, "overhead"))
-    cells, used = [["what", "value", "spread"]], list(overhead)
-    for case, title in (("idle", "plugin idle"), ("round open", "beside an open round")):
-        ratios = [row["ratio"] for row in overhead if row["case"] == case]
-        if ratios:
-            what = f"output tokens/s, {title}, relative to the stock server"
-            cells.append([what, f"{median(ratios):.3f}", agent_tables.spread(ratios)])
+    """Cost of the journal, and CPU time of the plugin's bookkeeping."""
+    used: list[Row] = []
+    cells = [["what", "value", "spread"]]
     if journal := newest_run([row for row in rows if "journal_bytes" in row], "time"):
         runs = [value for values in journal[-1]["runs_tokens_per_s"].values() for value in values]
         spread = f"{len(runs) // 2} runs each, {min(runs):,.0f} to {max(runs):,.0f} tokens/s"
@@ -248,7 +244,7 @@ TABLES: dict[str, Table] = {
     "timeline_paced": loop_tables.timeline_paced,
     "host_time": loop_tables.host_time,
     "costs": costs,
-    "agent_pairs": agent_tables.pairs,
+    "overhead": overhead,
     "agent_turns": partial(agent_tables.turns, preset="cpu"),
     "agent_turns_paced": partial(agent_tables.turns, preset="paced"),
     "agent_turns_paced_32b": partial(agent_tables.turns, preset="paced-32b"),

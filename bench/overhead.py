@@ -1,24 +1,27 @@
-"""The plugin's cost for stock requests: `sglang.bench_serving` on a stock and on a patched server.
+"""What the plugin costs SGLang's own requests: `sglang.bench_serving` on a stock and on a patched server.
 
-    python -m bench.overhead --repetitions 8
+    python -m bench.overhead --preset cpu
+    python -m bench.overhead --preset paced
 
-Two pairs, whose order alternates between repetitions: stock against the patched server with the plugin idle (active, no
-round open); and both with an additional decoding request, a stock request on the stock server and a sample of a round
-on the patched one, so that the round's bookkeeping runs in every step. Rows have output tokens/s
-and, for the patched server, the ratio to the stock server of the same pair.
+The requests of `unattached` belong to no run and those of `attached` do. During `round open`, one more request decodes:
+a sample of an open round on the patched server, so that the round's bookkeeping runs in every step, and a stock request
+on the stock server. `control` is a second stock server. A row has output tokens/s, the server's CPU time per request,
+and the ratio of the rates to the stock server of the same pair.
+
+On a CPU, the servers are started anew for every few pairs, because two processes of one program may differ by several
+percent for as long as they live.
 """
 
 import argparse
 import contextlib
-import json
-import multiprocessing
-import runpy
-import sys
+import itertools
 import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -26,63 +29,90 @@ import httpx
 from rich.console import Console
 
 from bench import record
-from bench.rollout.presets import PRESETS
-from bench.rollout.servers import Size, both_servers
+from bench.agent_turns import HEADERS
+from bench.pace_tables import TABLES
+from bench.random_checkpoint import two_policies
+from bench.rollout.servers import Size, both_servers, stock_server
+from bench.server_pairs import Pair, Side, measure, serve
 from examples import interrupt
-from examples.tiny_model import make
+from examples.april_demo.server import has_gpu
 from sglang_april.client import AprilClient
 
-CLIENT = "sglang.bench_serving"
-PAIRS = (("stock", "idle"), ("stock, a request beside", "round open"))
-PROMPTS, INPUT, OUTPUT = 512, 32, 128
-"""Requests of a measurement, and the most tokens of a prompt and of a response. Lengths are uniform from 1 on: requests
-of one length end and begin in the same steps, until a delay sets them apart, and rates depend on such accidents."""
-CONTEXT = 8192
 OPEN_LIMIT_S = 60.0
-RUN_LIMIT_S = 600.0
 BESIDE = [9, 10, 11]
-ENDLESS = CONTEXT - 16
-"""Length of a response that outlasts any measurement."""
 
 
-def serve(
-    url: str, model: Path, prompts: int, at_once: int, seed: int, headers: Mapping[str, str] | None = None
-) -> float:
-    """Output tokens/s of one run of SGLang's client with random ids and lengths, which `seed` gives.
+@dataclass(frozen=True)
+class OverheadPreset:
+    """Sizes of the servers, and the load."""
 
-    It runs in a fork of a process that has imported it, which takes longer than the measurement.
+    slots: int
+    context: int
+    at_once: int
+    """Requests at once. One slot is left for the additional request of `round open`."""
+    prompts: int
+    """Requests of a measurement."""
+    launches: int
+    """Launches of the servers."""
+    repetitions: int
+    """Pairs of each kind in a launch."""
+    together: bool
+    """Whether both servers are measured at the same time. Two cores do not keep the pace of two GPUs."""
+    shape: str = "tiny"
+    pace: Path | None = None
+
+
+PRESETS = {
+    "smoke": OverheadPreset(8, 2048, 7, 16, 1, 1, together=True),
+    "cpu": OverheadPreset(32, 4096, 31, 256, 8, 2, together=True),
+    # Two cores keep the pace of a GPU with 16 requests, beside the client.
+    "paced": OverheadPreset(
+        64, 8192, 16, 256, 1, 12, together=False, shape="paced", pace=TABLES / "qwen3-4b-h100.json"
+    ),
+}
+
+
+def pairs(stock: str, april: str, second_stock: str | None, endless: int) -> list[Pair]:
+    """The pairs of one repetition, by the servers' URLs; the control needs a second stock server.
+
+    Args:
+        endless: tokens of a response that outlasts a measurement.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out.jsonl"
-        # fmt: off
-        options = [
-            "--backend", "sglang", "--base-url", url, "--dataset-name", "random-ids", "--num-prompts", str(prompts),
-            "--random-input-len", str(INPUT), "--random-output-len", str(OUTPUT), "--random-range-ratio", "0.0",
-            "--max-concurrency", str(at_once), "--seed", str(seed), "--model", str(model), "--tokenizer", str(model),
-            "--tokenize-prompt", "--disable-stream", "--disable-tqdm", "--output-file", str(out),
-        ]
-        # fmt: on
-        if headers:
-            options += ["--header", *(f"{name}={value}" for name, value in headers.items())]
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([CLIENT])
-        client = context.Process(target=_client, args=(options, Path(folder) / "client.log"))
-        client.start()
-        client.join(RUN_LIMIT_S)
-        if client.exitcode != 0:
-            client.kill()
-            raise RuntimeError(f"{CLIENT} failed:\n{(Path(folder) / 'client.log').read_text()[-2000:]}")
-        return float(json.loads(out.read_text().splitlines()[-1])["output_throughput"])
+    control = [Pair("control", Side(stock), Side(second_stock))] if second_stock else []
+    plain, sample = partial(plain_request, tokens=endless), partial(open_round, tokens=endless)
+    return [
+        *control,
+        Pair("unattached", Side(stock), Side(april)),
+        Pair("attached", Side(stock), Side(april, HEADERS)),
+        Pair("round open", Side(stock, beside=plain), Side(april, beside=sample)),
+    ]
 
 
-def _client(options: list[str], log: Path) -> None:
-    with log.open("w") as sink, contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink):
-        sys.argv = [CLIENT, *options]
-        runpy.run_module(CLIENT, run_name="__main__")
+def measure_launches(size: Size, preset: OverheadPreset, logs: Path) -> Iterator[list[record.Row]]:
+    """The rows of one pair after the other."""
+    seeds = itertools.count(1)
+    for launch in range(preset.launches):
+        with contextlib.ExitStack() as stack:
+            urls = stack.enter_context(both_servers(size, logs))
+            second = stack.enter_context(stock_server(size, logs / "control")) if preset.together else None
+            for url in filter(None, (*urls, second)):
+                serve(url, size.model, size.slots, preset.at_once, 0)
+            for repetition in range(preset.repetitions):
+                for pair in pairs(*urls, second, endless=size.context - 16):
+                    rows = measure(
+                        pair,
+                        size.model,
+                        prompts=preset.prompts,
+                        at_once=preset.at_once,
+                        seed=next(seeds),
+                        together=preset.together,
+                        reverse=(launch + repetition) % 2 == 1,
+                    )
+                    yield [{**row, "launch": launch, "repetition": repetition} for row in rows]
 
 
 @contextlib.contextmanager
-def plain_request(url: str, tokens: int = ENDLESS) -> Iterator[None]:
+def plain_request(url: str, tokens: int) -> Iterator[None]:
     """A stock request with logprobs that decodes throughout and is aborted at the end."""
     rid = f"overhead-{uuid.uuid4().hex[:8]}"
     body = {"rid": rid, "input_ids": BESIDE, "sampling_params": _sampling(tokens), "return_logprob": True}
@@ -99,7 +129,7 @@ def plain_request(url: str, tokens: int = ENDLESS) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def open_round(url: str, tokens: int = ENDLESS) -> Iterator[None]:
+def open_round(url: str, tokens: int) -> Iterator[None]:
     """A round with one sample that decodes throughout; it is stopped and dropped at the end."""
     run = f"overhead-{uuid.uuid4().hex[:8]}"
     prompts = [{"id": "beside", "input_ids": BESIDE, "sampling_params": _sampling(tokens)}]
@@ -144,43 +174,16 @@ def _check(still: bool) -> None:
         raise RuntimeError("the background requests ended before the measured ones: measure fewer prompts")
 
 
-class OverheadRun:
-    """Runs the cases, repetition by repetition."""
-
-    def __init__(self, urls: dict[str, str], model: Path, prompts: int, at_once: int) -> None:
-        self._urls, self._model, self._prompts, self._at_once = urls, model, prompts, at_once
-        self._seed = 0
-        self.ratios: dict[str, list[float]] = {patched: [] for _, patched in PAIRS}
-
-    def case(self, case: str) -> float:
-        """Output tokens/s of one run of a case."""
-        patched = case in self.ratios
-        url = self._urls["april" if patched else "stock"]
-        beside = case in PAIRS[1]
-        self._seed += 1
-        with (open_round(url) if patched else plain_request(url)) if beside else contextlib.nullcontext():
-            return serve(url, self._model, self._prompts, self._at_once, self._seed)
-
-    def repetition(self, number: int) -> list[record.Row]:
-        """One row per case; every second repetition begins with the patched server."""
-        rows: list[record.Row] = []
-        for pair in PAIRS:
-            rates = {case: self.case(case) for case in (pair if number % 2 == 0 else pair[::-1])}
-            ratio = rates[pair[1]] / rates[pair[0]]
-            self.ratios[pair[1]].append(ratio)
-            for case, of_stock in zip(pair, (1.0, ratio), strict=True):
-                row = {"case": case, "repetition": number, "output_tokens_per_s": rates[case], "ratio": of_stock}
-                rows.append(row)
-        return rows
-
-
 def main(given: list[str] | None = None) -> int:
-    """Append four rows per repetition; returns the exit status."""
+    """Append two rows per pair as they are measured; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.overhead", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--repetitions", type=int, default=8, help="repetitions of four measurements each (%(default)s)"
-    )
-    parser.add_argument("--prompts", type=int, default=PROMPTS, help="requests per measurement (%(default)s)")
+    parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu", help="sizes, load and pace (%(default)s)")
+    for name, what in (
+        ("prompts", "requests of a measurement"),
+        ("launches", "launches of the servers"),
+        ("repetitions", "pairs of each kind in a launch"),
+    ):
+        parser.add_argument(f"--{name}", type=int, help=f"{what} (the preset's)")
     parser.add_argument(
         "--out",
         type=Path,
@@ -188,24 +191,22 @@ def main(given: list[str] | None = None) -> int:
         help="file to which rows are appended (%(default)s)",
     )
     args, console = parser.parse_args(given), Console(highlight=False)
-    plan = PRESETS["cpu"].plan
-    common = {"bench": "overhead", "run_id": uuid.uuid4().hex[:12], **record.provenance()}
+    changed = {name: value for name in ("prompts", "launches", "repetitions") if (value := getattr(args, name))}
+    preset = replace(PRESETS[args.preset], **changed)
+    preset = replace(preset, together=preset.together and not has_gpu())
+    common = {"preset": args.preset, "run_id": uuid.uuid4().hex[:12], **record.provenance()}
+    ratios: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(prefix="april-bench-") as folder:
-        model = make(Path(folder) / "v0")
-        size = Size(model, plan.slots, CONTEXT, 140_000)
-        with both_servers(size, record.ROOT / "out" / "bench") as (stock, april):
-            # One slot is left for the additional decoding request.
-            measured = OverheadRun({"stock": stock, "april": april}, model, args.prompts, plan.slots - 1)
-            for url in (stock, april):
-                serve(url, model, plan.slots, plan.slots - 1, 0)
-            for number in range(args.repetitions):
-                rows = measured.repetition(number)
-                record.append_rows(args.out, [{**common, **row} for row in rows])
-                for row in rows:
-                    console.print(f"{row['case']:<24} {row['output_tokens_per_s']:9.0f} tokens/s  {row['ratio']:.3f}")
-    console.print("  ".join(f"{case}: {median(values):.3f}" for case, values in measured.ratios.items()))
+        model = two_policies(Path(folder), preset.shape)[0]
+        size = Size(model, preset.slots, preset.context, preset.slots * preset.context // 2, pace=preset.pace)
+        for rows in measure_launches(size, preset, record.ROOT / "out" / "bench"):
+            record.append_rows(args.out, [{**common, **row} for row in rows])
+            for row in rows:
+                console.print(f"{row['case']:<24} {row['output_tokens_per_s']:9.0f} tokens/s  {row['ratio']:.3f}")
+            ratios.setdefault(rows[1]["case"], []).append(rows[1]["ratio"])
+    console.print("  ".join(f"{case}: {median(values):.3f}" for case, values in ratios.items()))
     return 0
 
 
 if __name__ == "__main__":
-    interrupt.run(main, "rows that were measured are in bench/results/overhead.json; the same command measures again")
+    interrupt.run(main, "rows that were measured are kept; the same command measures again")

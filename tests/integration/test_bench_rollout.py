@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from bench import agent_pairs, agents, kernel_cases, overhead, resume, round_memory, stop_latency, suspend
+from bench import agents, kernel_cases, overhead, resume, round_memory, stop_latency, suspend
 from bench.record import Row
 from bench.rollout.engine_client import EngineClient
 from bench.rollout.presets import PRESETS
 from bench.rollout.runner import KINDS, Runner
 from bench.rollout.testbed import Testbed
+from bench.server_pairs import measure
 from tests.support.server import Server
 
 FIELDS = {
@@ -98,13 +99,6 @@ def test_resumed_samples_are_compared_with_uninterrupted_ones(server: Server) ->
     assert not resume.passed({**rows[2], "resumed_kept": 0}, 0.1)
 
 
-def test_round_stays_open_during_stock_requests(server: Server) -> None:
-    for beside in (overhead.open_round, overhead.plain_request):
-        with beside(server.url, 2000):
-            server.post("/generate", {"input_ids": [9, 9], "sampling_params": {"max_new_tokens": 4}})
-    assert not server.state()["rounds"]
-
-
 def test_agents_of_every_variant_finish_over_pushes(server: Server, models: Callable[[str, int], Path]) -> None:
     checkpoints = models("qwen3", 0), models("qwen3", 1)
     server.loaded = checkpoints[1]
@@ -128,12 +122,14 @@ def test_agents_of_every_variant_finish_over_pushes(server: Server, models: Call
 
 
 def test_serving_pairs(server: Server, models: Callable[[str, int], Path]) -> None:
-    load = agent_pairs.PairLoad(prompts=4, at_once=2, launches=1, repetitions=1, together=False)
     rows = [
         row
-        for pair in agent_pairs.pairs(server.url, server.url, None)
-        for row in agent_pairs.measure(pair, models("qwen3", 0), load, 1, reverse=False)
+        for pair in overhead.pairs(server.url, server.url, None, endless=2000)
+        for row in measure(
+            pair, models("qwen3", 0), prompts=4, at_once=2, seed=1, together=False, reverse=pair.case == "attached"
+        )
     ]
     cases = ["stock beside unattached", "unattached", "stock beside attached", "attached"]
-    assert [row["case"] for row in rows] == cases
+    assert [row["case"] for row in rows] == [*cases, "stock beside round open", "round open"]
     assert all(row["output_tokens_per_s"] > 0 and row["cpu_ms_per_request"] > 0 for row in rows)
+    assert not server.state()["rounds"]

@@ -1,4 +1,4 @@
-"""bench.agents turns: the agents of a row, on an engine in memory."""
+"""bench.agents: the agents of a row, on an engine in memory."""
 
 import asyncio
 from dataclasses import replace

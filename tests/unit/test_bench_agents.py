@@ -8,7 +8,7 @@ from bench.agent_turns import VARIANTS, Load
 
 
 def chosen(*options: str) -> tuple[Load, ...]:
-    args = agents.arguments(["turns", *options])
+    args = agents.arguments([*options])
     return agents.chosen_loads(agents.PRESETS[args.preset], base_only=args.base_only, push_s=args.push_every)
 
 

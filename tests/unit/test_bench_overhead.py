@@ -1,4 +1,4 @@
-"""bench.agent_pairs: what the servers of a pair run on, and what a pair is compared with."""
+"""bench.overhead: what the servers of a pair run on, and what a pair is compared with."""
 
 import os
 import subprocess
@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import agent_pairs
+from bench.overhead import pairs
+from bench.server_pairs import Side, exchanged_cores
 
 SERVER = """
 import socket, threading
@@ -47,7 +48,7 @@ def test_two_servers_exchange_their_cores(servers: dict[str, int]) -> None:
         pytest.skip("needs two cores")
     first, second = servers.values()
     seen = set()
-    with agent_pairs.exchanged_cores(list(servers)):
+    with exchanged_cores(list(servers)):
         deadline = time.monotonic() + 20
         while len(seen) < 2 and time.monotonic() < deadline:
             seen.add((tuple(cores(first)), tuple(cores(second))))
@@ -57,6 +58,8 @@ def test_two_servers_exchange_their_cores(servers: dict[str, int]) -> None:
 
 
 def test_the_control_needs_a_second_stock_server() -> None:
-    assert [pair.case for pair in agent_pairs.pairs("stock", "april", None)] == ["unattached", "attached"]
-    control, *_ = agent_pairs.pairs("stock", "april", "second")
-    assert (control.case, control.stock, control.other, control.headers) == ("control", "stock", "second", {})
+    alone = pairs("stock", "april", None, endless=1)
+    assert [pair.case for pair in alone] == ["unattached", "attached", "round open"]
+    control, *rest = pairs("stock", "april", "second", endless=1)
+    assert (control.case, control.stock, control.other) == ("control", Side("stock"), Side("second"))
+    assert {(pair.stock.url, pair.other.url) for pair in (*alone, *rest)} == {("stock", "april")}
