@@ -18,4 +18,10 @@ def activate() -> str | None:
 
     if torch.cuda.is_available() or torch.xpu.is_available() or torch.backends.mps.is_available():
         return None
+
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from sglang_april.cpu import processes
+
+    HookRegistry.register(processes.TARGET, processes.fork, HookType.AFTER)
     return "sglang_april.cpu.platform.TorchCpuPlatform"

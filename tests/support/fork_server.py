@@ -1,9 +1,9 @@
 """Starts test servers as forks of a process that has imported SGLang, which saves the import.
 
 Importing SGLang three times (HTTP process, scheduler, detokenizer) takes most of a server's start. A fork is its own
-session and runs the test server's main from the start; plugins are loaded and hooks applied there. SGLang's request for
-`spawn` is replaced by `fork`, so that its scheduler and detokenizer need no import either. They remain members of the
-process group, so kill -9 of the group ends the whole server.
+session and runs the test server's main from the start; plugins are loaded and hooks applied there. The CPU platform
+forks scheduler and detokenizer, so that they need no import either. They remain members of the process group, so
+kill -9 of the group ends the whole server.
 
     python -m tests.support.fork_server        # started by `ForkServer`, which communicates over stdin and stdout
 """
@@ -11,7 +11,6 @@ process group, so kill -9 of the group ends the whole server.
 import contextlib
 import gc
 import json
-import multiprocessing
 import os
 import select
 import signal
@@ -113,11 +112,10 @@ def _import() -> None:
     import sglang.srt.models.registry  # noqa: F401
     from setproctitle import getproctitle
 
+    from sglang_april.cpu import processes
+
     getproctitle()  # so that forks can be renamed: the first call must find the environment where it was at the start
-    # A fork keeps only the forking thread; jemalloc's background thread handles forks.
-    threads = {(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
-    assert threads <= {Path("/proc/self/comm").read_text().strip(), "jemalloc_bg_thd"}, threads
-    assert threading.active_count() == 1, threading.enumerate()
+    assert processes.may_fork(), (processes.thread_names(), threading.enumerate())
     gc.collect()
     gc.freeze()  # a collection in a fork then does not write to shared pages
 
@@ -134,8 +132,6 @@ def _serve(start: dict[str, Any], answers: int) -> NoReturn:
         os.environ.clear()
         os.environ.update(start["env"])
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        stock = multiprocessing.set_start_method
-        multiprocessing.set_start_method = lambda _method, force=False: stock("fork", force)  # type: ignore[method-assign]
         sys.argv = ["tests.support.launch", *start["argv"]]
         from tests.support import launch
 
