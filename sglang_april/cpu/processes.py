@@ -31,4 +31,3 @@ def may_fork() -> bool:
 def thread_names() -> set[str]:
     """Names of this process's threads, those of its libraries included."""
     return {(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
-
