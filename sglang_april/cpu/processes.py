@@ -4,6 +4,7 @@ SGLang spawns them, because CUDA cannot be used in a fork. Each then imports SGL
 of a server's start.
 """
 
+import gc
 import multiprocessing
 import threading
 from pathlib import Path
@@ -18,6 +19,8 @@ SAFE_THREADS = {"jemalloc_bg_thd"}
 def fork(_: None, _server_args: Any) -> None:
     """AFTER `_set_envs_and_config`."""
     if may_fork():
+        gc.collect()
+        gc.freeze()  # a collection in a fork would copy every page of what was imported
         multiprocessing.set_start_method("fork", force=True)
 
 

@@ -85,6 +85,8 @@ class Resumer:
         """Those with work, the one that was first least recently before the others, unless a run holds its turn."""
         turn = self._c.reservations.turn
         with_work = [r for r in rounds if r.run.suspended or r.run.queued]
+        if len(with_work) < 2:
+            return with_work
         return sorted(with_work, key=lambda r: (r.run is not turn, r.last_first))
 
     def _needs_no_prefill(self, sample: Sample) -> bool:

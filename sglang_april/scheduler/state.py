@@ -45,6 +45,9 @@ _ALLOWED = {
 }
 
 
+_NO_SAMPLES = dict.fromkeys(State, 0)
+
+
 @dataclass(eq=False, slots=True)
 class Proximal:
     """Logprobs of old tokens under the policy that recomputed them, collected per prefill chunk."""
@@ -129,6 +132,11 @@ class Sample:
     kv: SampleKv = field(default_factory=SampleKv)
     recompute: Recompute = field(default_factory=Recompute)
     journal: JournalMarks = field(default_factory=JournalMarks)
+    attached: bool = field(init=False)
+    """Whether it is a request of SGLang's own routes, which answers its caller itself. Read for every row of a step."""
+
+    def __post_init__(self) -> None:
+        self.attached = self.group.run.attached
 
     def move(self, to: State) -> None:
         """Change the state and every counter of it.
@@ -157,11 +165,6 @@ class Sample:
         return [Span(s.start, e, s.version, s.kv) for s, e in zip(self.spans, ends, strict=False) if e > s.start]
 
     @property
-    def attached(self) -> bool:
-        """Whether it is a request of SGLang's own routes, which answers its caller itself."""
-        return self.group.run.attached
-
-    @property
     def arriving(self) -> bool:
         """Whether it is an attached request that the engine has queued itself, as one of any client."""
         return self.attached and self.admitted_round < 0 and not self.length
@@ -184,7 +187,7 @@ class Group:
     """Number in order of arrival, counted since the server (or its journal) began; identifies it in the journal."""
     samples: dict[int, Sample] = field(default_factory=dict)
     """Undelivered samples by index."""
-    counts: dict[State, int] = field(default_factory=lambda: dict.fromkeys(State, 0))
+    counts: dict[State, int] = field(default_factory=_NO_SAMPLES.copy)
     queue: str = ""
     """Which of the run's admission queues holds the group: "new", "begun", or "" (`QueuedGroups`)."""
     prefix: Prefix | None = None

@@ -1,5 +1,8 @@
 """A request of SGLang's own routes arrives in the scheduler, and becomes a sample of its run."""
 
+import gc
+import weakref
+from array import array
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +12,7 @@ import pytest
 pytest.importorskip("sglang")
 
 from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_april.adapter.core.attached import begin_attached
@@ -32,9 +36,11 @@ class ArrivalScheduler:
         self.queued: list[Any] = []
         """What SGLang has queued."""
 
-    def arrives(self, rid: str, trajectory: str | None = "t", **fields: Any) -> Any:
+    def arrives(
+        self, rid: str, trajectory: str | None = "t", custom: dict[str, Any] | None = None, **fields: Any
+    ) -> Any:
         """Returns the request as SGLang reads it."""
-        names = {RUN: "run"} | ({TRAJECTORY: trajectory} if trajectory is not None else {})
+        names = {RUN: "run"} | ({TRAJECTORY: trajectory} if trajectory is not None else {}) | (custom or {})
         given = {"input_ids": [5, 6, 7], "return_logprob": False, "logprob_start_len": -1, "top_logprobs_num": 0}
         params = SamplingParams(max_new_tokens=4, custom_params=names)
         request: Any = SimpleNamespace(rid=rid, sampling_params=params, **{**given, **fields})
@@ -82,3 +88,25 @@ def test_a_request_that_asks_for_no_logprobs_gets_none_of_its_prompt(trajectory:
     assert sample.params, "it is journalled"
     asked = scheduler.arrives("b", trajectory, return_logprob=True, logprob_start_len=0, top_logprobs_num=5)
     assert (asked.logprob_start_len, asked.top_logprobs_num) == (0, 5)
+
+
+def test_sglang_gets_the_custom_params_without_the_names() -> None:
+    """SGLang adds the request to what is left, if anything is: a cycle that only a garbage collection would free."""
+    scheduler = ArrivalScheduler()
+    assert scheduler.arrives("a").sampling_params.custom_params is None
+    assert scheduler.arrives("b", custom={"thinking_budget": 3}).sampling_params.custom_params == {"thinking_budget": 3}
+
+
+@pytest.mark.parametrize("custom", [None, {"thinking_budget": 3}])
+def test_an_attached_request_is_freed_without_a_garbage_collection(custom: dict[str, Any] | None) -> None:
+    """Of SGLang's own class. The other case shows that the test can fail."""
+    params = ArrivalScheduler().arrives("a", custom=custom).sampling_params
+    params.normalize(None)
+    req = Req("a", "", array("q", [5, 6, 7]), params)
+    known = weakref.ref(req)
+    gc.disable()
+    try:
+        del req, params
+        assert (known() is None) == (custom is None)
+    finally:
+        gc.enable()

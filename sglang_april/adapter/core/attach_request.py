@@ -56,9 +56,12 @@ SUPPORTED = frozenset(
 """Fields of SGLang's request that an attached one may set: their effect survives a suspend. All others depend on
 state that SGLang keeps by request slot, or on its own prefill."""
 
-_DEFAULTS = {
-    f.name: f.default if f.default is not dataclasses.MISSING else None for f in dataclasses.fields(GenerateReqInput)
+_UNSUPPORTED = {
+    f.name: f.default if f.default is not dataclasses.MISSING else None
+    for f in dataclasses.fields(GenerateReqInput)
+    if f.name not in SUPPORTED
 }
+"""All other fields, and the values that an attached request may have there."""
 
 
 class Attachment(NamedTuple):
@@ -186,6 +189,11 @@ def _named(each: list[Any], key: str) -> Any:
     return names[0] if names else None
 
 
+def without_keys(custom_params: Any) -> dict[str, Any] | None:
+    """What a request's `custom_params` contain besides `KEYS`; None if nothing."""
+    return {key: value for key, value in (custom_params or {}).items() if key not in KEYS} or None
+
+
 def _mark(obj: GenerateReqInput, values: Sequence[str | int | None], preferred: Mapping[str, Any]) -> None:
     """Write the values of `KEYS` into a request's parameters, or take them out where they are None."""
     given = obj.sampling_params or {}
@@ -195,7 +203,7 @@ def _mark(obj: GenerateReqInput, values: Sequence[str | int | None], preferred: 
 
 def _marked(params: Any, values: Sequence[str | int | None], preferred: Mapping[str, Any]) -> Any:
     now = _custom({**preferred, **params} if isinstance(params, dict) else params)
-    custom = {key: value for key, value in now.items() if key not in KEYS}
+    custom = without_keys(now) or {}
     custom |= {key: value for key, value in zip(KEYS, values, strict=True) if value is not None}
     return params if custom == now else {**params, "custom_params": custom or None}
 
@@ -209,9 +217,8 @@ def _leg_problem(obj: GenerateReqInput, each: list[Any]) -> str:
 
 
 def _problem(obj: GenerateReqInput) -> str:
-    for name, default in _DEFAULTS.items():
-        value = getattr(obj, name)
-        if name not in SUPPORTED and value and value != default:
+    for name, default in _UNSUPPORTED.items():
+        if (value := getattr(obj, name)) and value != default:
             return f"{name}: is not supported in a request that belongs to a run ({RUN})"
     return ""
 

@@ -4,6 +4,7 @@ SGLang creates, queues, answers and aborts them. `Req.april` is their sample, so
 resume them like any other.
 """
 
+from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -11,12 +12,11 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
-import numpy as np
 from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, BaseFinishReason, Req
 from sglang.srt.managers.scheduler import Scheduler
 
-from sglang_april.adapter.core.attach_request import DESCRIPTION, attachment_of, seed_of
+from sglang_april.adapter.core.attach_request import DESCRIPTION, attachment_of, seed_of, without_keys
 from sglang_april.adapter.shapes.installed import shape
 from sglang_april.api.messages import EndedRequest
 from sglang_april.http.prepare import Params, rescore
@@ -43,6 +43,8 @@ def begin_attached(orig: Callable[..., Any], s: Scheduler, recv_req: TokenizedGe
     if params.sampling_seed is None:
         params.sampling_seed = seed_of(params.custom_params, trajectory or recv_req.rid, ids)
     sample = attached.begin(run, recv_req.rid, ids, _params(recv_req), trajectory, group)
+    # SGLang adds the request itself to a dict here: a cycle that keeps all that it holds until a garbage collection.
+    params.custom_params = without_keys(params.custom_params)
     if s.april.context.audited:
         sample.group.prompt.rescore = _rescore(s, recv_req)
     s.april.context.engine.create(sample, lambda: orig(s, recv_req))
@@ -58,7 +60,7 @@ def _prompt(s: Scheduler, recv_req: TokenizedGenerateReqInput) -> bytes:
     ids = recv_req.input_ids
     if len(ids) > s.max_req_input_len and shape.resolved(s.server_args).allow_auto_truncate:
         ids = ids[: s.max_req_input_len]
-    return np.asarray(ids, dtype="<i4").tobytes()
+    return array("i", ids).tobytes()
 
 
 def _params(recv_req: TokenizedGenerateReqInput) -> bytes:

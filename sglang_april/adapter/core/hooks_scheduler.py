@@ -2,12 +2,13 @@
 
 import atexit
 import functools
+import itertools
 import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -187,37 +188,35 @@ def sleep_on_idle(orig: Callable[..., Any], s: Scheduler) -> None:
 
 def count_finishes(_: None, s: Scheduler, batch: ScheduleBatch, _result: Any) -> None:
     """AFTER Scheduler.process_batch_result."""
-    if s.april.context.ledger.runs and (steps := list(_steps(batch))):
+    if s.april.context.ledger.runs and (steps := _steps(batch)):
+        for row in steps[s.april.context.step % COLLECT_EVERY :: COLLECT_EVERY]:
+            request = row[0].request
+            request.april_output.collect(request)
         s.april.progress(steps)
 
 
-def _steps(batch: ScheduleBatch) -> Iterator[Progress]:
-    lengths, running = batch.extend_lens if batch.forward_mode.is_extend() else None, State.RUNNING
-    for i, req in enumerate(batch.reqs):
-        sample = req.april
-        if sample is not None and sample.state is running and sample.request is req:
-            length = len(req.output_ids)
-            if not (length + sample.queue_position) % COLLECT_EVERY:  # neighbours in a batch at different steps
-                req.april_output.collect(req)
-            yield sample, length, lengths[i] if lengths else 0, req.finished_reason is not None
+def _steps(batch: ScheduleBatch) -> list[Progress]:
+    prefilled = (batch.forward_mode.is_extend() and batch.extend_lens) or itertools.repeat(0)
+    running = State.RUNNING
+    return [
+        (sample, len(req.output_ids), tokens, req.finished_reason is not None)
+        for req, tokens in zip(batch.reqs, prefilled, strict=False)
+        if (sample := req.april) is not None and sample.state is running and sample.request is req
+    ]
 
 
 def divert_outputs(orig: Callable[..., Any], streamer: Any, reqs: list[Req], *args: Any, **kwargs: Any) -> Any:
     """AROUND SchedulerOutputStreamer.stream_output: outputs of samples are sent in a separate message, and the answers
     to attached requests contain their descriptions."""
-    ours = [req for req in reqs if req.april is not None]  # all of the batch, in every step
-    if not ours or Process.controller is None:
-        return orig(streamer, reqs, *args, **kwargs)
-    rest = [req for req in reqs if req.april is None or req.april.group.run.attached]
-    ended: list[Req] = []
-    for req in [req for req in ours if req.finished_reason is not None]:
-        if not req.april.group.run.attached:
+    rest = [req for req in reqs if req.april is None or req.april.attached]  # of the whole batch, in every step
+    finished = [req for req in reqs if req.finished_reason is not None and req.april is not None]
+    ended = [req for req in finished if req.april.attached and not req.finished_output]
+    for req in finished:
+        if not req.april.attached:
             req.finished_output = True
-        elif not req.finished_output:
-            ended.append(req)
-    if not rest:
+    if reqs and not rest:
         return None
-    if not ended:
+    if not ended or Process.controller is None:
         return orig(streamer, rest, *args, **kwargs)
     with described(Process.controller.attached, ended):
         return orig(streamer, rest, *args, **kwargs)
