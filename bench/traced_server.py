@@ -4,8 +4,8 @@ Files of JSON lines in the folder `APRIL_STEPS`: `forwards.jsonl`, one line as e
 0 (`at`: seconds since the epoch, `decode`, `rows`), and `copies.jsonl`, one line when a copy of pages has ended; with
 `APRIL_SPANS` set, also `spans.jsonl`, one line for each part of the scheduler loop (`at`, `took`: seconds; `cpu`: CPU
 seconds of its thread; `thread`: CPU seconds of the thread when it began; forwards also have `rows` and `context`, the
-tokens of all rows). SGLang spawns its scheduler, and the spawned process imports this file again, which applies the
-hooks there. Without `--april-quota` it is a stock server, whose spans are in `stock-spans.jsonl`.
+tokens of all rows). The hooks also apply in the scheduler: it is a fork, or a spawned process, which imports this file
+again. Without `--april-quota` it is a stock server, whose spans are in `stock-spans.jsonl`.
 """
 
 import bisect

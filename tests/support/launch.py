@@ -1,7 +1,7 @@
 """`python -m tests.support.launch`: the patched server with instruments that only tests have.
 
-SGLang spawns its scheduler, and a spawned process imports this file again, so hooks registered at module level apply
-there too, together with the plugin's own. The instruments: a wrapper around the model's forward that writes one line
+Hooks registered at module level also apply in the scheduler, together with the plugin's own: it is a fork, or a spawned
+process, which imports this file again. The instruments: a wrapper around the model's forward that writes one line
 per call and can slow it down; the relay of tokens as late as on a GPU (delayed_relay.py); detection of host stalls
 (sync_detector.py); forced rates for `kv: auto`; overwriting of pages that a flush freed; blocked grammar compilation;
 grammars over the whole vocabulary on every release; faults of one rank (faults.py); and guards that can be removed
