@@ -76,10 +76,11 @@ def inject(fault: Fault) -> None:
     setattr(owner, name, faulty)
 
 
-def faults(seed: int) -> Iterator[Fault]:
-    """Each call fails before and after its effect, the first time it is made and some time later."""
+def faults(seed: int, *, later: bool) -> Iterator[Fault]:
+    """Each call fails before and after its effect, the first time it is made and, if asked, some time later."""
     rng = random.Random(seed)
     for call in calls():
         for when in ("before", "after"):
             yield Fault(call, when, 1)
-            yield Fault(call, when, rng.randint(2, 12))
+            if later:
+                yield Fault(call, when, rng.randint(2, 12))
