@@ -3,11 +3,23 @@
 The tests of a file stay together, so that its fixtures are made once.
 """
 
+import importlib.util
+import os
 from pathlib import Path
 
 import pytest
 
 LIVE = Path(__file__).parent / "integration"
+MODELS = {"falcon_h1", "glm4", "llama", "qwen2", "qwen3"}
+"""SGLang's files of the models that tests use. Every scheduler imports the others too, in 4 s, unless excluded."""
+
+
+def pytest_configure() -> None:
+    sglang = importlib.util.find_spec("sglang")
+    assert sglang is not None
+    assert sglang.origin is not None
+    files = {path.stem for path in (Path(sglang.origin).parent / "srt" / "models").glob("*.py")}
+    os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(sorted(files - MODELS))
 
 
 @pytest.hookimpl(tryfirst=True)
