@@ -97,6 +97,7 @@ def measure_launches(size: Size, preset: OverheadPreset, logs: Path) -> Iterator
             second = stack.enter_context(stock_server(size, logs / "control")) if preset.together else None
             for url in filter(None, (*urls, second)):
                 serve(url, size.model, size.slots, preset.at_once, 0)
+            serve(urls[1], size.model, size.slots, preset.at_once, 0, HEADERS)
             for repetition in range(preset.repetitions):
                 for pair in pairs(*urls, second, endless=size.context - 16):
                     rows = measure(
