@@ -78,8 +78,10 @@ class Commands:
                 return None
             if cmd.brief:
                 return report.brief(self._c)
-            return {**report.state(self._c), "store": report.store(self._c, self._tiers)}
-        return {"partials": report.partials(self._c, cmd.run), **report.groups(self._c, cmd.run)}
+        self._c.count(self._c.ledger.samples(State.RUNNING))
+        if isinstance(cmd, messages.GetPartials):
+            return {"partials": report.partials(self._c, cmd.run), **report.groups(self._c, cmd.run)}
+        return {**report.state(self._c), "store": report.store(self._c, self._tiers)}
 
     def _note_reply(self, cmd: messages.Acknowledge | messages.DeleteReply) -> None:
         recorder = self._c.recorder

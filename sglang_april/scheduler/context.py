@@ -1,6 +1,6 @@
 """State shared by the parts of the scheduler side: one per scheduler process, replicated on every TP rank."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from sglang_april.api import messages
@@ -15,7 +15,7 @@ from sglang_april.scheduler.quota import Round
 from sglang_april.scheduler.recorder import Unrecorded
 from sglang_april.scheduler.reservations import Reservations
 from sglang_april.scheduler.runs import Run
-from sglang_april.scheduler.state import Sample
+from sglang_april.scheduler.state import Sample, State
 from sglang_april.scheduler.trajectory_run import TrajectoryRun
 from sglang_april.scheduler.version_clock import VersionClock
 
@@ -54,6 +54,8 @@ class Context:
     """KV policy of the latest round of each run, by the name that callers give it; the latest run is the last."""
     audited: bool = False
     """Whether the HTTP process audits samples, attached requests included."""
+    journalled: bool = False
+    """Whether the server has a journal, which rank 0 writes."""
     tuned: messages.Tuned | None = None
     """The current limit for `concurrency: auto`, with the step times that it is based on."""
     rates: messages.Rates | None = None
@@ -85,7 +87,7 @@ class Context:
 
     def may_step(self) -> bool:
         """Whether rollout samples may take a step."""
-        return not (self.frozen or self.flushing or self.closed())
+        return not (self.frozen or self.flushing or self.closing or self.engine.memory_released() or self.clock.closed)
 
     def round_of(self, sample: Sample) -> Round | None:
         """The open round of the sample's run."""
@@ -128,6 +130,27 @@ class Context:
         if known is not None and not known.rounds_opened:
             known.legs.kv = spec.kv
         run.kv, run.max_staleness = spec.kv, spec.max_staleness
+
+    def count(self, samples: Iterable[Sample]) -> None:
+        """Count what running samples have drawn since their last turn (`Controller.progress`)."""
+        for sample in samples:
+            drawn = self.engine.output_length(sample) - sample.length
+            if drawn:
+                sample.length += drawn
+                self.count_tokens(sample.group.run, drawn)
+
+    def count_tokens(self, run: Run, tokens: int) -> None:
+        """Add output tokens to the statistics of the run's current round."""
+        if rnd := self.active_round_of(run):
+            rnd.stats.tokens_generated += tokens
+            if rnd.stats.t_quota_met is not None:
+                rnd.stats.tokens_after_quota += tokens
+
+    def quota_met(self, rnd: Round) -> None:
+        """From now on, the tokens of the round's run are those after its quota."""
+        if rnd.stats.t_quota_met is None:
+            self.count(rnd.run.samples(State.RUNNING))
+            rnd.stats.quota_met()
 
     def may_have_work(self) -> bool:
         """Whether some run may let samples step."""

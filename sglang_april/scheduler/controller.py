@@ -27,10 +27,11 @@ from sglang_april.scheduler.state import Group, Sample, State
 from sglang_april.scheduler.suspend import Suspender
 from sglang_april.scheduler.tiers import Tiers
 
-Progress = tuple[Sample, int, int, bool]
-"""The result of one step for one sample: (sample, output tokens so far, tokens prefilled in this step, finished).
+COUNT_EVERY = 16
+"""Steps between two counts of a sample that only decodes."""
 
-A plain tuple, because one is made for every running sample in every step."""
+Progress = tuple[Sample, int, int, bool]
+"""The result of one step for one sample: (sample, output tokens so far, tokens prefilled in this step, finished)."""
 
 
 class Controller:
@@ -179,14 +180,20 @@ class Controller:
     # --- results of a step
 
     def progress(self, steps: Iterable[Progress]) -> None:
-        """Count tokens and finishes; finished samples leave the scheduler at once."""
+        """Count tokens and finishes; finished samples leave the scheduler at once.
+
+        `steps` has every sample that was prefilled or has finished. The others are counted every `COUNT_EVERY` steps,
+        and before their tokens matter (`Context.count`): to look at each in every step costs most of the bookkeeping.
+        """
         done: list[messages.FinishedSample] = []
         ended: list[Sample] = []
-        run, tokens, interval = None, 0, self.context.recorder.interval
+        run: Run | None = None
+        tokens, interval = 0, self.context.recorder.interval
         for sample, length, prefilled, finished in steps:
             drawn, group = length - sample.length, sample.group
             if group.run is not run:
-                self._count(run, tokens)
+                if run is not None:
+                    self.context.count_tokens(run, tokens)
                 run, tokens = group.run, 0
             tokens += drawn
             recompute = sample.recompute
@@ -197,9 +204,10 @@ class Controller:
                 ended.append(sample)
             elif finished:
                 done.append(self._finish(sample, None))
-            elif interval and (length + sample.queue_position) % interval < drawn:  # not all samples at one step
+            elif interval and (length + COUNT_EVERY * sample.queue_position) % interval < drawn:  # not all at one step
                 self.context.recorder.drawn(sample)
-        self._count(run, tokens)
+        if run is not None:
+            self.context.count_tokens(run, tokens)
         if ended:
             self.attached.end(ended)
         if done:
@@ -221,16 +229,10 @@ class Controller:
         if group.leg is not None:
             group.leg.prefilled += 0 if sample.length else prefilled
 
-    def _count(self, run: Run | None, tokens: int) -> None:
-        """Add the output tokens of one step to the statistics of the run's current round."""
-        rnd = self.context.active_round_of(run) if run is not None else None
-        if rnd is not None:
-            rnd.stats.tokens_generated += tokens
-            if rnd.stats.t_quota_met is not None:
-                rnd.stats.tokens_after_quota += tokens
-
     def aborted(self, sample: Sample, reason: dict[str, Any]) -> None:
         """The engine ended the sample outside of a step (queue limit, out of memory): deliver it (`delivered-once`)."""
+        if sample.state is State.RUNNING:
+            self.context.count([sample])
         if sample.attached:
             self.attached.end([sample], reason)
         elif sample.state is State.RUNNING:
@@ -239,6 +241,7 @@ class Controller:
     def retracted(self, sample: Sample) -> None:
         """SGLang has freed the sample's KV and queues it for another prefill."""
         version = self.context.clock.version
+        self.context.count([sample])
         self.context.trace("retract", [sample])
         self.tiers.drop_prefix(sample)
         sample.kv.begin(version)
@@ -272,4 +275,4 @@ class Controller:
         self.context.recorder.announced(messages.Finished(done))
         for rnd in self.context.rounds.values():
             if rnd.ends_now():
-                rnd.stats.quota_met()
+                self.context.quota_met(rnd)

@@ -34,7 +34,10 @@ class Engine(Protocol):
         """Send to the HTTP process; a no-op on ranks other than 0."""
 
     def settle(self) -> None:
-        """Process the step in flight, so that every request's state is final; finished ones leave the batch."""
+        """Process the step in flight, so that every request's state is final; finished ones leave the batch.
+
+        `Controller.progress` gets all rows that ran.
+        """
 
     def forward_count(self) -> int:
         """Forwards of the model so far, including those of stock requests."""
@@ -142,6 +145,9 @@ class Engine(Protocol):
 
     def record(self, sample: Sample, start: int) -> Chunk:
         """Output tokens [start, length) of an unfinished sample with their logprobs, for the journal (rank 0)."""
+
+    def output_length(self, sample: Sample) -> int:
+        """Output tokens of a running sample so far, without those of the step in flight."""
 
     def newest_first(self, samples: Sequence[Sample]) -> list[Sample]:
         """Running samples with KV, the last admitted one first."""

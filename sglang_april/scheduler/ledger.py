@@ -74,7 +74,7 @@ class Ledger:
         leg: Leg | None = None,
         parked: Sample | None = None,
     ) -> Sample:
-        """Add a request of SGLang's own routes as a group of one (`attached.py`).
+        """Add a request of SGLang's own routes as a group of one (`attached.py`), which `admit` is called with next.
 
         Args:
             params: what else the request asks for, or empty if it is not journalled.
@@ -88,13 +88,15 @@ class Ledger:
         sample = group.samples[0] = Sample(group, 0, seed=0) if parked is None else _next_leg(parked, group)
         group.counts[State.QUEUED] = 1
         run.groups[prompt.id] = group
-        group.run.queued.update(group)
         return sample
 
     def remove_attached(self, sample: Sample) -> None:
         """Remove an attached request that has ended, and its run with the last one."""
-        run = sample.group.run
-        self.drop(run, [sample.group.id])
+        group, run = sample.group, sample.group.run
+        del run.groups[group.id]
+        run.running -= group.counts[State.RUNNING]
+        run.suspended.pop(sample, None)
+        run.queued.remove(group)
         sample.state = State.FINISHED  # a caller that still holds it, for example to suspend it, leaves it alone
         if not run.groups and not run.parked:
             del self.runs[run.key]

@@ -6,6 +6,7 @@ waiting queue.
 """
 
 from collections import Counter
+from collections.abc import Iterable
 
 from sglang_april.kv.cost_model import Reason, why_not_resume
 from sglang_april.kv.kv_pages import KvState, Pages, Tier
@@ -44,7 +45,7 @@ class Resumer:
         self._to_join = []
         engine, reservations = self._c.engine, self._c.reservations
         rounds = self._open_rounds()
-        ahead = self._running_ahead()
+        ahead = self._running_ahead() if self._c.ahead else []
         if not rounds and not ahead:
             return
         slots = reservations.rollout_slots(engine.free_slots(), engine.foreign_waiting())
@@ -76,12 +77,12 @@ class Resumer:
         return bool(pick(self._open_rounds(), 1) or pick(self._running_ahead(), 1))
 
     def _open_rounds(self) -> list[Round]:
-        return self._in_turn([*self._c.rounds.values(), *self._c.attached.values()])
+        return self._in_turn((*self._c.rounds.values(), *self._c.attached.values()))
 
     def _running_ahead(self) -> list[Round]:
-        return self._in_turn([r for r in self._c.ahead.values() if not r.limit_reached])
+        return self._in_turn(r for r in self._c.ahead.values() if not r.limit_reached)
 
-    def _in_turn(self, rounds: list[Round]) -> list[Round]:
+    def _in_turn(self, rounds: Iterable[Round]) -> list[Round]:
         """Those with work, the one that was first least recently before the others, unless a run holds its turn."""
         turn = self._c.reservations.turn
         with_work = [r for r in rounds if r.run.suspended or r.run.queued]

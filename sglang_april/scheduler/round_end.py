@@ -72,7 +72,7 @@ class RoundEnd:
     def end(self, rnd: Round, reason: messages.EndReason, ids: list[str] | None) -> None:
         """Fix the reply, and suspend the rest or let it run ahead. The step in flight must be settled."""
         c = self.context
-        rnd.stats.quota_met()
+        c.quota_met(rnd)
         verdicts = {g.id: verdict for g, verdict in rnd.run.verdicts.items()} if rnd.judged else {}
         deliver = rnd.deliver(c.ledger, reason, ids, c.clock.version)
         c.trace(f"end round {rnd.spec.round_id} ({reason}, {len(deliver)} groups)", detail=deliver)

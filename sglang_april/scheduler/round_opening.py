@@ -4,6 +4,7 @@ from sglang_april.api.messages import RoundSpec
 from sglang_april.scheduler import report
 from sglang_april.scheduler.context import Context
 from sglang_april.scheduler.quota import Round
+from sglang_april.scheduler.state import State
 from sglang_april.scheduler.trajectory_round import TrajectoryRound
 
 
@@ -16,6 +17,7 @@ def open_round(c: Context, spec: RoundSpec, number: int) -> Round:
     else:
         rnd = Round(spec, run, number, tuned=c.tuned)
     c.apply_rules(spec, run)
+    c.count(run.samples(State.RUNNING))
     rnd.stats.carried_in = report.sizes(run)
     rnd.mark_mandatory(c.clock.version)
     rnd.mark_cohort()

@@ -79,7 +79,7 @@ class ControllerHarness(EventChecks):
 
     def end_due_rounds(self) -> None:
         """Every command ends rounds that are over; this one does nothing else."""
-        self.command(messages.GetState)
+        self.command(messages.GetState, brief=True)
 
     def do(self, act: Callable[[FakeEngine], Any]) -> Any:
         """Apply an engine event to every replica."""
@@ -255,6 +255,10 @@ class ControllerHarness(EventChecks):
 
     def sample(self, run: str, name: str, index: int = 0) -> Sample:
         return self.ledger.runs[run].groups[name].samples[index]
+
+    def drawn(self, run: str, name: str) -> int:
+        """Output tokens of a running sample, of which the ledger has not counted all."""
+        return self.engine.output_length(self.sample(run, name))
 
     def reply(self, run: str = "run") -> messages.RoundEnded:
         """Step until the run's open round has ended; returns its reply."""

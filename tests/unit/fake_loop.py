@@ -5,12 +5,12 @@ fit and, in the overlap loop, one step in flight. Every slot of the KV pool reco
 version, so the next forward detects a lost, shared or stale page. Output token t is a function of the seed and t.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from sglang_april.api.messages import Provenance
 from sglang_april.kv.kv_pages import Pages
-from sglang_april.scheduler.controller import Controller
-from sglang_april.scheduler.state import Group, State
+from sglang_april.scheduler.controller import COUNT_EVERY, Controller
+from sglang_april.scheduler.state import Group, Sample, State
 from tests.unit.fake_copies import Copies
 from tests.unit.fake_request import Request, Row, token
 
@@ -191,12 +191,16 @@ class FakeLoop:
                 self._keep_kv(request)
                 self.free_slots_of(request)
         self.on_results(rows, grown)
+        everyone = self.controller.context.step % COUNT_EVERY == 0
+        self._count((r.request, r.prefilled) for r in rows if everyone or r.prefilled or r.request.reason is not None)
+
+    def _count(self, rows: Iterable[tuple[Request, int]]) -> None:
         self.controller.progress(
-            (r.request.sample, len(r.request.output), r.prefilled, r.request.reason is not None)
-            for r in rows
-            if r.request.sample is not None
-            and r.request.sample.state is State.RUNNING
-            and r.request.sample.request is r.request
+            (request.sample, len(request.output), prefilled, request.reason is not None)
+            for request, prefilled in rows
+            if request.sample is not None
+            and request.sample.state is State.RUNNING
+            and request.sample.request is request
         )
 
     def _keep_kv(self, request: Request) -> None:
@@ -272,7 +276,11 @@ class FakeLoop:
         if rows:
             self.process(rows)
         self.merge_last()
+        self._count((r, 0) for r in self.running)
         self.running = [r for r in self.running if r.reason is None]
+
+    def output_length(self, sample: Sample) -> int:
+        return len(sample.request.output) if sample.request is not None else sample.length
 
     def prefill_budget(self) -> int:
         """Free tokens, less a seventh of what the running requests may still write (SGLang learns this ratio)."""

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from sglang_april.api import messages
+from sglang_april.api.messages import Span
 from sglang_april.scheduler.state import State
 from tests.unit.fake_engine import FakeEngine
 from tests.unit.leg_harness import PROMPT, LegHarness
@@ -107,7 +108,7 @@ def test_a_request_may_end_in_the_step_in_flight_while_it_is_suspended(act: Act)
     w.leg("agents", "b", PROMPT, 9)
     w.step(3)
     (a, b) = [group.samples[0] for group in w.context.ledger.runs[next(iter(w.context.attached))].groups.values()]
-    assert (a.length, a.request.drawn) == (2, 3), "the last token is in flight"
+    assert (len(a.request.output), a.request.drawn) == (2, 3), "the last token is in flight"
     w.do(act)
     assert a.state is State.FINISHED
     assert spans(w, "a") == [(0, "fresh")]
@@ -133,3 +134,18 @@ def test_the_audit_gets_requests_that_were_not_aborted(names: tuple[str, ...]) -
     assert (sample.run, sample.id, len(sample.output_ids)) == ("agents", "a", 20)
     assert prompt.input_ids == np.array(PROMPT, "<i4").tobytes()
     assert [(span.start, span.end) for span in sample.spans] == [(0, 5)]
+
+
+def test_a_request_that_ends_outside_of_a_step_has_all_of_its_tokens_in_spans() -> None:
+    """SGLang aborts a running request, for example because the pool has no room for its next token."""
+    w = LegHarness()
+    w.leg("agents", "a", PROMPT, 50)
+    w.step(8)
+    for e in w.engines:
+        (request,) = e.running
+        assert len(request.output) > request.sample.length, "all are counted already"
+        e.running.remove(request)
+        e.free_slots_of(request)
+        e.controller.aborted(request.sample, {"type": "abort"})
+    (ended,) = w.answered()
+    assert ended.spans == [Span(0, len(request.output), 0, "fresh")]

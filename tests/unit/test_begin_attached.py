@@ -27,7 +27,8 @@ class ArrivalScheduler:
         self.controller = LegHarness(1)
         create = SimpleNamespace(create=lambda _sample, let_create: let_create())
         attached = self.controller.engine.controller.attached
-        self.april = SimpleNamespace(attached=attached, context=SimpleNamespace(audited=False, engine=create))
+        context = SimpleNamespace(audited=False, journalled=True, engine=create)
+        self.april = SimpleNamespace(attached=attached, context=context)
         self.answers: list[Any] = []
         sender = SimpleNamespace(send_output=lambda answer, _: self.answers.append(answer))
         self.ipc_channels = SimpleNamespace(send_to_tokenizer=sender)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from sglang_april.api import messages
 from sglang_april.scheduler.state import State
 from tests.unit.controller_harness import Build, ids, lengths
 
@@ -62,9 +63,9 @@ def test_running_ahead_stops_at_the_staleness_bound(harness: Build) -> None:
     w.reply()
     for moves in (True, False):
         assert (w.push_begin(), w.push_end()) == (200, 200)
-        before = w.sample("run", "p1").length
+        before = w.drawn("run", "p1")
         w.step(4)
-        assert (w.sample("run", "p1").length > before) is moves
+        assert (w.drawn("run", "p1") > before) is moves
     w.open("run", {}, quota=1, max_staleness=2)
     assert ids(w.reply()) == ["p1", "p2"]
 
@@ -95,7 +96,8 @@ def test_a_push_suspends_running_ahead_and_resumes_at_the_new_version(harness: B
     w.do(lambda e: e.weight_call(ok=True, whole=True, flush=False))
     w.step(5)
     assert w.sample("run", "p1").state is State.RUNNING
-    assert [(s.version, s.kv) for s in w.sample("run", "p1").closed_spans()] == [(0, "fresh"), (1, "kept"), (2, "kept")]
+    spans = w.sample("run", "p1").closed_spans(w.drawn("run", "p1"))
+    assert [(s.version, s.kv) for s in spans] == [(0, "fresh"), (1, "kept"), (2, "kept")]
 
 
 def test_a_pause_freezes_running_ahead_and_an_abort_does_not_touch_it(harness: Build) -> None:
@@ -103,13 +105,13 @@ def test_a_pause_freezes_running_ahead_and_an_abort_does_not_touch_it(harness: B
     w.open("run", lengths(2, 60), quota=1, after_quota="continue")
     w.reply()
     w.freeze(True)
-    before = w.sample("run", "p1").length
+    before = w.drawn("run", "p1")
     w.step(4)
-    assert w.sample("run", "p1").length == before
+    assert w.drawn("run", "p1") == before
     w.freeze(False)
     w.do(lambda e: e.controller.abort_everything())
     w.step(4)
-    assert w.sample("run", "p1").length > before
+    assert w.drawn("run", "p1") > before
 
 
 def test_a_memory_release_suspends_running_ahead(harness: Build) -> None:
@@ -216,3 +218,23 @@ def test_a_stop_overrides_the_cohort(harness: Build) -> None:
     w.step(3)
     w.stop("run")
     assert (w.replies[-1].end_reason, ids(w.replies[-1])) == ("stopped", [])
+
+
+def test_tokens_count_for_the_round_in_which_they_were_drawn(harness: Build) -> None:
+    """Those of the run that runs ahead belong to it up to the moment in which the next round opens."""
+    w = harness()
+    w.open("run", lengths(2, 60), quota=1, after_quota="continue")
+    first = w.reply()
+    w.step(5)
+    drawn = w.drawn("run", "p1") - first.carried["tokens"]
+    assert w.sample("run", "p1").length < w.drawn("run", "p1"), "all are counted already"
+    w.open("run", {}, quota=1)
+    assert w.reply().stats["ahead"]["tokens_generated"] == drawn
+
+
+def test_a_report_has_all_tokens(harness: Build) -> None:
+    w = harness()
+    w.open("run", lengths(60), quota=None)
+    w.step(8)
+    assert w.sample("run", "p0").length < w.drawn("run", "p0"), "all are counted already"
+    assert w.command(messages.GetState).data["runs"]["run"]["tokens"] == w.drawn("run", "p0")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
 from sglang_april.api.messages import Extension
+from sglang_april.scheduler.controller import COUNT_EVERY
 from sglang_april.scheduler.restore import RESTARTED, starting_version
 from tests.unit.controller_harness import ids, lengths
 from tests.unit.crashing_harness import CrashingHarness
@@ -28,7 +29,7 @@ def test_partials_restart_from_their_last_suspension(harness: CrashingHarness) -
     assert suspended > 0
     harness.open("run", {}, quota=None)
     harness.step(5)
-    assert harness.sample("run", "p1").length > suspended
+    assert harness.drawn("run", "p1") > suspended
     harness.crash()
     assert harness.sample("run", "p1").length == suspended
     reply = harness.reply()
@@ -37,23 +38,24 @@ def test_partials_restart_from_their_last_suspension(harness: CrashingHarness) -
 
 
 def test_running_samples_restart_from_at_most_the_interval_ago(tmp_path: Path) -> None:
-    """Their records are spread over the steps."""
-    harness = CrashingHarness(tmp_path / "j", interval=8, slots=8)
-    harness.open("run", {"p": (3, 8, -60)}, quota=None)
+    """Or from one count longer ago. Their records are spread over the counts."""
+    interval = 4 * COUNT_EVERY
+    harness = CrashingHarness(tmp_path / "j", interval=interval, slots=8, pool=2000)
+    harness.open("run", {"p": (3, 8, -150)}, quota=None)
     samples = harness.ledger.runs["run"].groups["p"].samples.values()
     harness.step(20)
     harness.recorder.commit()
     recorded = []
-    for _ in range(16):
+    for _ in range(interval):
         before = [s.journal.tokens for s in samples]
         harness.step()
         recorded.append(sum(s.journal.tokens > b for s, b in zip(samples, before, strict=True)))
-    assert recorded == [1] * 16
-    drawn = {s.index: s.length for s in samples}
+    assert sorted(recorded) == [0] * (interval - 4) + [2] * 4
+    drawn = {s.index: harness.engine.output_length(s) for s in samples}
     harness.recorder.commit()
     harness.crash()
     for sample in harness.ledger.runs["run"].groups["p"].samples.values():
-        assert drawn[sample.index] - 8 < sample.length <= drawn[sample.index]
+        assert drawn[sample.index] - interval - COUNT_EVERY < sample.length <= drawn[sample.index]
     assert ids(harness.reply()) == ["p"]
 
 

@@ -112,7 +112,7 @@ def test_a_round_that_is_over_ends_before_the_shutdown() -> None:
     w.open("run", lengths(6, 60))
     while not w.replies:
         w.step()
-        if w.engine.in_flight and w.sample("run", "p0").length == 5:
+        if w.engine.in_flight and w.drawn("run", "p0") == 5:
             break
     received: list[messages.Event] = []
     receive, w.engine.on_event = w.engine.on_event, received.append

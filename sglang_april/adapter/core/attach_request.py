@@ -106,9 +106,10 @@ def attach(
         return None
     preferred = preferred or {}
     each = _merged(obj, preferred)
-    if default is None and HEADERS.isdisjoint(headers) and not any(map(_custom, each)):
+    named, custom = _headers(headers), [_custom(params) for params in each]
+    if default is None and not named and not any(custom):
         return None  # names nothing, as most requests of a server without `--april-attach`
-    run, trajectory, group, seed = _named_by(headers, each)
+    run, trajectory, group, seed = (named.get(key) or _common(custom, key) for key in KEYS)
     is_part = trajectory is not None or group is not None
     if run is None and default is None:
         if is_part:
@@ -174,16 +175,20 @@ def _custom(params: Any) -> dict[str, Any]:
     return custom if isinstance(custom, dict) else {}
 
 
-def _named_by(headers: Mapping[str, str], each: list[Any]) -> list[Any]:
-    """The values of `KEYS`. Most requests have none of the headers, and each look-up of one reads all headers."""
+def _headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """The headers among `KEYS`, read once: a look-up reads all of a request's headers. Most requests have none."""
     if HEADERS.isdisjoint(headers):
-        return [_named(each, key) for key in KEYS]
-    return [headers.get(key) or headers.get(FORWARDED[key]) or _named(each, key) for key in KEYS]
+        return {}
+    found: dict[str, str] = {}
+    for name, value in headers.items():
+        if name in HEADERS and value:
+            found.setdefault(name, value)
+    return {key: header for key in KEYS if (header := found.get(key) or found.get(FORWARDED[key]))}
 
 
-def _named(each: list[Any], key: str) -> Any:
+def _common(custom: list[dict[str, Any]], key: str) -> Any:
     """What the parameters of a request, or of every request of a batch, name under a key."""
-    names = [_custom(params).get(key) for params in each]
+    names = [params.get(key) for params in custom]
     if any(name != names[0] for name in names):
         raise ValueError(f"{key}: must be the same in all requests of a batch")
     return names[0] if names else None
@@ -217,8 +222,9 @@ def _leg_problem(obj: GenerateReqInput, each: list[Any]) -> str:
 
 
 def _problem(obj: GenerateReqInput) -> str:
+    fields = vars(obj)
     for name, default in _UNSUPPORTED.items():
-        if (value := getattr(obj, name)) and value != default:
+        if (value := fields[name]) and value != default:
             return f"{name}: is not supported in a request that belongs to a run ({RUN})"
     return ""
 

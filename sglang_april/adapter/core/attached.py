@@ -42,7 +42,8 @@ def begin_attached(orig: Callable[..., Any], s: Scheduler, recv_req: TokenizedGe
     params = recv_req.sampling_params
     if params.sampling_seed is None:
         params.sampling_seed = seed_of(params.custom_params, trajectory or recv_req.rid, ids)
-    sample = attached.begin(run, recv_req.rid, ids, _params(recv_req), trajectory, group)
+    asked = _params(recv_req) if s.april.context.journalled else b""
+    sample = attached.begin(run, recv_req.rid, ids, asked, trajectory, group)
     # SGLang adds the request itself to a dict here: a cycle that keeps all that it holds until a garbage collection.
     params.custom_params = without_keys(params.custom_params)
     if s.april.context.audited:

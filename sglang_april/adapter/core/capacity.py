@@ -47,7 +47,8 @@ class Capacity:
         return self._s.get_num_allocatable_reqs(len(self._s.running_batch.reqs))
 
     def memory_released(self) -> list[str]:
-        return sorted(self._s.weight_updater.offload_tags)
+        tags = self._s.weight_updater.offload_tags
+        return sorted(tags) if tags else []
 
     def mid_prefill(self) -> bool:
         return self._s.chunked_req is not None

@@ -21,6 +21,7 @@ from sglang_april.adapter.core.proximal import is_eligible
 from sglang_april.adapter.core.request import build_request, result_of, versioned_key
 from sglang_april.adapter.core.restore_request import chunk_of, make_request, restore_request, restore_tokens
 from sglang_april.adapter.core.sample_output import SampleOutput, StreamedOutput
+from sglang_april.adapter.core.steps import steps_of
 from sglang_april.adapter.core.store_orders import StoreOrders
 from sglang_april.adapter.shapes.installed import shape
 from sglang_april.api.messages import Event, FinishedSample, encode
@@ -54,6 +55,7 @@ class SchedulerEngine(StoreOrders):
         req.april_base_key = req.extra_key
         req.extra_key = versioned_key(req.extra_key, self.version)
         req.april = sample = self._creating
+        req.april_diverted = sample is not None and not sample.attached
         self._creating = None
         if sample is not None:
             sample.request, req.april_described = req, False
@@ -80,6 +82,7 @@ class SchedulerEngine(StoreOrders):
             if not last.is_empty():
                 s.running_batch = _merged(s.running_batch, last)
         shape.forget_last_batch(s)
+        s.april.progress(steps_of((req, 0) for req in s.running_batch.reqs))
         s.running_batch.filter_batch()
         s.running_batch.batch_is_full = False
 
@@ -212,6 +215,9 @@ class SchedulerEngine(StoreOrders):
         reason = sample.request.finished_reason if sample.request is not None else None
         aborted = reason is None or reason.to_json()["type"] == "abort"
         return None if aborted else result_of(sample, sample.request, None)
+
+    def output_length(self, sample: Sample) -> int:
+        return len(sample.request.output_ids) if sample.request is not None else sample.length
 
     def record(self, sample: Sample, start: int) -> Chunk:
         return chunk_of(sample, start)

@@ -79,24 +79,28 @@ async def _answers(answers: Any, manager: Any, attachment: Attachment, described
     manager.auto_create_handle_loop()  # a task created below would inherit `_attached` permanently
     sent: dict[str, Any] = {}
     try:
-        while True:
-            token = _attached.set(sent)  # set only until the next answer, during which SGLang takes the lock
-            try:
-                answer = await anext(answers)
-            except StopAsyncIteration:
-                return
-            finally:
-                _attached.reset(token)
-            for choice, one in enumerate(answer if isinstance(answer, list) else [answer]):
-                if reason := one["meta_info"].get("finish_reason"):
-                    told, rid = reason.pop(DESCRIPTION, None), one["meta_info"]["id"]
-                    leg = attachment.trajectory is not None
-                    info = read_description(told) if told else await manager.april.attached.description(rid, leg=leg)
-                    one["meta_info"]["april"] = described[one.get("index", choice)] = {**attachment._asdict(), **info}
+        token = _attached.set(sent)  # set only until the first answer, before which SGLang takes the lock and sends
+        try:
+            answer = await anext(answers, None)
+        finally:
+            _attached.reset(token)
+        while answer is not None:
+            if isinstance(answer, list) or answer["meta_info"].get("finish_reason"):  # no more for a chunk of a stream
+                await _describe(answer, manager, attachment, described)
             yield answer
+            answer = await anext(answers, None)
     finally:
         _abort(manager, sent)
         await answers.aclose()
+
+
+async def _describe(answer: Any, manager: Any, attachment: Attachment, described: dict[int, Any]) -> None:
+    for choice, one in enumerate(answer if isinstance(answer, list) else (answer,)):
+        if reason := one["meta_info"].get("finish_reason"):
+            told, rid = reason.pop(DESCRIPTION, None), one["meta_info"]["id"]
+            leg = attachment.trajectory is not None
+            info = read_description(told) if told else await manager.april.attached.description(rid, leg=leg)
+            one["meta_info"]["april"] = described[one.get("index", choice)] = {**attachment._asdict(), **info}
 
 
 def note_sent(manager: Any, message: Any) -> None:

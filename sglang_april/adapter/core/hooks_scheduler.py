@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,16 +26,15 @@ from sglang_april.adapter.core.envelope import AprilReq
 from sglang_april.adapter.core.request import NO_INPUT_LOGPROBS
 from sglang_april.adapter.core.restart import restart
 from sglang_april.adapter.core.restore_request import advance_grammar
-from sglang_april.adapter.core.sample_output import COLLECT_EVERY
 from sglang_april.adapter.core.step_times import StepTimes
+from sglang_april.adapter.core.steps import steps_of
 from sglang_april.adapter.shapes.installed import shape
 from sglang_april.api import messages
 from sglang_april.config import BYTES_PER_GB, load
 from sglang_april.kv import cost_model
 from sglang_april.scheduler.context import Context
-from sglang_april.scheduler.controller import Controller, Progress
+from sglang_april.scheduler.controller import COUNT_EVERY, Controller
 from sglang_april.scheduler.decisions import Decisions
-from sglang_april.scheduler.state import State
 from sglang_april.scheduler.version_clock import VersionClock
 
 log = logging.getLogger("sglang_april")
@@ -73,6 +72,7 @@ def attach(_: None, s: Scheduler) -> None:
     context.carry_cap_tokens = config.carry_tokens
     context.attached_kv = config.kv
     context.audited = config.audit > 0
+    context.journalled = config.journal is not None
     if config.park_gb is not None:
         context.park_cap_tokens = int(config.park_gb * BYTES_PER_GB) // engine.bytes_per_token
     if shape.tp_size(s) > 1:
@@ -118,7 +118,7 @@ def adopt_request(_: None, req: Req, *_args: Any, **_kwargs: Any) -> None:
     if Process.engine is not None:
         Process.engine.adopt(req)
     else:
-        req.april, req.april_base_key = None, req.extra_key
+        req.april, req.april_diverted, req.april_base_key = None, False, req.extra_key
 
 
 # --- the loop
@@ -188,27 +188,22 @@ def sleep_on_idle(orig: Callable[..., Any], s: Scheduler) -> None:
 
 def count_finishes(_: None, s: Scheduler, batch: ScheduleBatch, _result: Any) -> None:
     """AFTER Scheduler.process_batch_result."""
-    if s.april.context.ledger.runs and (steps := _steps(batch)):
-        for row in steps[s.april.context.step % COLLECT_EVERY :: COLLECT_EVERY]:
-            request = row[0].request
-            request.april_output.collect(request)
+    if s.april.context.ledger.runs and (steps := steps_of(_due(batch, s.april.context.step))):
         s.april.progress(steps)
 
 
-def _steps(batch: ScheduleBatch) -> list[Progress]:
-    prefilled = (batch.forward_mode.is_extend() and batch.extend_lens) or itertools.repeat(0)
-    running = State.RUNNING
-    return [
-        (sample, len(req.output_ids), tokens, req.finished_reason is not None)
-        for req, tokens in zip(batch.reqs, prefilled, strict=False)
-        if (sample := req.april) is not None and sample.state is running and sample.request is req
-    ]
+def _due(batch: ScheduleBatch, step: int) -> Iterable[tuple[Req, int]]:
+    """The rows to count in this step, with the tokens that were prefilled for them."""
+    if batch.forward_mode.is_extend():
+        return zip(batch.reqs, batch.extend_lens or itertools.repeat(0), strict=False)
+    everyone = step % COUNT_EVERY == 0
+    return [(req, 0) for req in batch.reqs if everyone or req.finished_reason is not None]
 
 
 def divert_outputs(orig: Callable[..., Any], streamer: Any, reqs: list[Req], *args: Any, **kwargs: Any) -> Any:
     """AROUND SchedulerOutputStreamer.stream_output: outputs of samples are sent in a separate message, and the answers
     to attached requests contain their descriptions."""
-    rest = [req for req in reqs if req.april is None or req.april.attached]  # of the whole batch, in every step
+    rest = [req for req in reqs if not req.april_diverted]  # of the whole batch, in every step
     finished = [req for req in reqs if req.finished_reason is not None and req.april is not None]
     ended = [req for req in finished if req.april.attached and not req.finished_output]
     for req in finished:

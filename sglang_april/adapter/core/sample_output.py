@@ -12,10 +12,6 @@ from typing import Any
 
 import numpy as np
 
-COLLECT_EVERY = 32
-"""Steps after which, about, the lists of a running sample are emptied, so that the step of a suspend has little to
-convert. In each step it is the turn of other rows of the batch."""
-
 
 class SampleOutput:
     """`Req.april_output`; an empty one is attached when SGLang creates the request."""
