@@ -91,6 +91,7 @@ def pairs(stock: str, april: str, second_stock: str | None, endless: int) -> lis
 def measure_launches(size: Size, preset: OverheadPreset, logs: Path) -> Iterator[list[record.Row]]:
     """The rows of one pair after the other."""
     seeds = itertools.count(1)
+    pace = {"pace": preset.pace.stem} if preset.pace is not None else {}
     for launch in range(preset.launches):
         with contextlib.ExitStack() as stack:
             urls = stack.enter_context(both_servers(size, logs))
@@ -109,7 +110,7 @@ def measure_launches(size: Size, preset: OverheadPreset, logs: Path) -> Iterator
                         together=preset.together,
                         reverse=(launch + repetition) % 2 == 1,
                     )
-                    yield [{**row, "launch": launch, "repetition": repetition} for row in rows]
+                    yield [{**row, "launch": launch, "repetition": repetition, **pace} for row in rows]
 
 
 @contextlib.contextmanager
