@@ -121,7 +121,7 @@ class Sample:
     seed: int
     state: State = State.QUEUED
     length: int = 0
-    """Output tokens so far, from the first admission on."""
+    """Output tokens so far, from the first admission on. While it runs, those that are counted (`Context.count`)."""
     spans: list[Span] = field(default_factory=list)
     queue_position: int = -1
     """Number of its first admission, -1 before it. Suspending keeps it, so a resumed batch has its old order."""
