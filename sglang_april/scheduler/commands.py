@@ -117,8 +117,11 @@ class Commands:
         if prompts and spec.trajectories:
             raise RequestError(409, "prompts", f"round {spec.round_id} is a round of trajectories, which has none")
         self._c.ledger.check(spec.run, prompts)
-        cap = self._c.carry_cap_tokens
-        if prompts and (tokens := self._c.ledger.tokens()) >= cap:
+        if not prompts:
+            return
+        self._c.count(self._c.ledger.samples(State.RUNNING))
+        tokens, cap = self._c.ledger.tokens(), self._c.carry_cap_tokens
+        if tokens >= cap:
             reason = (
                 f"{tokens} output tokens wait for delivery, and --april-carry-tokens {cap} is reached: "
                 "a round without prompts delivers them, POST /april/drop deletes them"

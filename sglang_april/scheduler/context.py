@@ -132,10 +132,9 @@ class Context:
         run.kv, run.max_staleness = spec.kv, spec.max_staleness
 
     def count(self, samples: Iterable[Sample]) -> None:
-        """Count what running samples have drawn since their last turn (`Controller.progress`)."""
+        """Count what the running ones of `samples` have drawn since their last turn (`Controller.progress`)."""
         for sample in samples:
-            drawn = self.engine.output_length(sample) - sample.length
-            if drawn:
+            if sample.state is State.RUNNING and (drawn := self.engine.output_length(sample) - sample.length):
                 sample.length += drawn
                 self.count_tokens(sample.group.run, drawn)
 

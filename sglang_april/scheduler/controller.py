@@ -39,6 +39,8 @@ class Controller:
         self.context = context
         self._may_step = False
         """Whether rollout samples may take this step."""
+        self._counted = 0
+        """The step in which all samples were last counted."""
         self.tiers = Tiers(context)
         self.suspender = Suspender(context, self.tiers)
         self.resumer = Resumer(context, self.tiers)
@@ -179,11 +181,20 @@ class Controller:
 
     # --- results of a step
 
+    def counts_all(self) -> bool:
+        """Whether `progress` gets all samples of a step that only decodes. Called once for each such step."""
+        step = self.context.step
+        if step - self._counted < COUNT_EVERY:
+            return False
+        self._counted = step
+        return True
+
     def progress(self, steps: Iterable[Progress]) -> None:
         """Count tokens and finishes; finished samples leave the scheduler at once.
 
-        `steps` has every sample that was prefilled or has finished. The others are counted every `COUNT_EVERY` steps,
-        and before their tokens matter (`Context.count`): to look at each in every step costs most of the bookkeeping.
+        `steps` has every sample that was prefilled or has finished. The others are counted in some steps only
+        (`counts_all`), because to look at each in every step would be most of the bookkeeping, and before their tokens
+        matter (`Context.count`).
         """
         done: list[messages.FinishedSample] = []
         ended: list[Sample] = []
@@ -204,7 +215,7 @@ class Controller:
                 ended.append(sample)
             elif finished:
                 done.append(self._finish(sample, None))
-            elif interval and (length + COUNT_EVERY * sample.queue_position) % interval < drawn:  # not all at one step
+            elif interval and _is_due(sample, interval):
                 self.context.recorder.drawn(sample)
         if run is not None:
             self.context.count_tokens(run, tokens)
@@ -231,8 +242,7 @@ class Controller:
 
     def aborted(self, sample: Sample, reason: dict[str, Any]) -> None:
         """The engine ended the sample outside of a step (queue limit, out of memory): deliver it (`delivered-once`)."""
-        if sample.state is State.RUNNING:
-            self.context.count([sample])
+        self.context.count([sample])
         if sample.attached:
             self.attached.end([sample], reason)
         elif sample.state is State.RUNNING:
@@ -276,3 +286,9 @@ class Controller:
         for rnd in self.context.rounds.values():
             if rnd.ends_now():
                 self.context.quota_met(rnd)
+
+
+def _is_due(sample: Sample, interval: int) -> bool:
+    """Whether the journal gets the sample's new tokens: not all samples at one count."""
+    phase = COUNT_EVERY * sample.queue_position
+    return (sample.length + phase) // interval > (sample.journal.tokens + phase) // interval

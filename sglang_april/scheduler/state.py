@@ -133,7 +133,7 @@ class Sample:
     recompute: Recompute = field(default_factory=Recompute)
     journal: JournalMarks = field(default_factory=JournalMarks)
     attached: bool = field(init=False)
-    """Whether it is a request of SGLang's own routes, which answers its caller itself. Read for every row of a step."""
+    """Whether it is a request of SGLang's own routes, which answers its caller itself."""
 
     def __post_init__(self) -> None:
         self.attached = self.group.run.attached

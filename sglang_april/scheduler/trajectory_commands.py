@@ -47,6 +47,7 @@ class TrajectoryCommands:
         known = self._c.trajectories.get(cmd.run)
         if known is None or (trajectory := known.active.get(cmd.id)) is None:
             raise RequestError(404, "id", f"run {cmd.run!r} has no undelivered trajectory {cmd.id!r}")
+        self._c.count(trajectory.pending)
         return trajectory.report(self._c.clock.version)
 
     def drop(self, cmd: messages.Drop) -> int:

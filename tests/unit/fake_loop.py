@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from sglang_april.api.messages import Provenance
 from sglang_april.kv.kv_pages import Pages
-from sglang_april.scheduler.controller import COUNT_EVERY, Controller
+from sglang_april.scheduler.controller import Controller
 from sglang_april.scheduler.state import Group, Sample, State
 from tests.unit.fake_copies import Copies
 from tests.unit.fake_request import Request, Row, token
@@ -191,7 +191,7 @@ class FakeLoop:
                 self._keep_kv(request)
                 self.free_slots_of(request)
         self.on_results(rows, grown)
-        everyone = self.controller.context.step % COUNT_EVERY == 0
+        everyone = not any(r.prefilled for r in rows) and self.controller.counts_all()
         self._count((r.request, r.prefilled) for r in rows if everyone or r.prefilled or r.request.reason is not None)
 
     def _count(self, rows: Iterable[tuple[Request, int]]) -> None:

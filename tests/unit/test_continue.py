@@ -3,6 +3,7 @@
 import pytest
 
 from sglang_april.api import messages
+from sglang_april.scheduler.controller import COUNT_EVERY
 from sglang_april.scheduler.state import State
 from tests.unit.controller_harness import Build, ids, lengths
 
@@ -238,3 +239,16 @@ def test_a_report_has_all_tokens(harness: Build) -> None:
     w.step(8)
     assert w.sample("run", "p0").length < w.drawn("run", "p0"), "all are counted already"
     assert w.command(messages.GetState).data["runs"]["run"]["tokens"] == w.drawn("run", "p0")
+
+
+@pytest.mark.parametrize("even", [False, True])
+def test_samples_are_counted_beside_any_prefills(harness: Build, even: bool) -> None:
+    w = harness(slots=4)
+    w.open("run", {"p0": (3, 1, -100)}, quota=None)
+    w.step(4 + even)
+    lags = []
+    for i in range(30):
+        w.do(lambda e, i=i: e.add_foreign_request(f"stock{i}", i, 4, 1))
+        w.step(2)
+        lags.append(w.drawn("run", "p0") - w.sample("run", "p0").length)
+    assert max(lags) <= COUNT_EVERY

@@ -272,7 +272,7 @@ def test_too_much_carry_refuses_new_prompts_and_drops_nothing(harness: Build) ->
     w.open("run", lengths(4, 60, 60), quota=1)
     w.reply()
     w.open("run", {}, quota=None)
-    while w.command(messages.GetState).data["carry_tokens"] < 20:
+    while w.drawn("run", "p1") + w.drawn("run", "p2") < 20:
         w.step()
     prompts, params = given_as(lengths(1))
     spec = messages.RoundSpec("other", "other", 1, "group", "keep", 5)

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
-from sglang_april.api.messages import Extension
+from sglang_april.api.messages import Extension, GetState
 from sglang_april.scheduler.controller import COUNT_EVERY
 from sglang_april.scheduler.restore import RESTARTED, starting_version
 from tests.unit.controller_harness import ids, lengths
@@ -37,8 +37,9 @@ def test_partials_restart_from_their_last_suspension(harness: CrashingHarness) -
     assert RESTARTED in reply.stats["warnings"]
 
 
-def test_running_samples_restart_from_at_most_the_interval_ago(tmp_path: Path) -> None:
-    """Or from one count longer ago. Their records are spread over the counts."""
+@pytest.mark.parametrize("reports", [False, True])
+def test_running_samples_restart_from_at_most_the_interval_ago(tmp_path: Path, reports: bool) -> None:
+    """Or from one count longer ago. Their records are spread over the counts. `reports`: one is made in every step."""
     interval = 4 * COUNT_EVERY
     harness = CrashingHarness(tmp_path / "j", interval=interval, slots=8, pool=2000)
     harness.open("run", {"p": (3, 8, -150)}, quota=None)
@@ -49,6 +50,8 @@ def test_running_samples_restart_from_at_most_the_interval_ago(tmp_path: Path) -
     for _ in range(interval):
         before = [s.journal.tokens for s in samples]
         harness.step()
+        if reports:
+            harness.command(GetState)
         recorded.append(sum(s.journal.tokens > b for s, b in zip(samples, before, strict=True)))
     assert sorted(recorded) == [0] * (interval - 4) + [2] * 4
     drawn = {s.index: harness.engine.output_length(s) for s in samples}

@@ -33,7 +33,7 @@ from sglang_april.api import messages
 from sglang_april.config import BYTES_PER_GB, load
 from sglang_april.kv import cost_model
 from sglang_april.scheduler.context import Context
-from sglang_april.scheduler.controller import COUNT_EVERY, Controller
+from sglang_april.scheduler.controller import Controller
 from sglang_april.scheduler.decisions import Decisions
 from sglang_april.scheduler.version_clock import VersionClock
 
@@ -188,15 +188,15 @@ def sleep_on_idle(orig: Callable[..., Any], s: Scheduler) -> None:
 
 def count_finishes(_: None, s: Scheduler, batch: ScheduleBatch, _result: Any) -> None:
     """AFTER Scheduler.process_batch_result."""
-    if s.april.context.ledger.runs and (steps := steps_of(_due(batch, s.april.context.step))):
+    if s.april.context.ledger.runs and (steps := steps_of(_rows_to_count(s.april, batch))):
         s.april.progress(steps)
 
 
-def _due(batch: ScheduleBatch, step: int) -> Iterable[tuple[Req, int]]:
-    """The rows to count in this step, with the tokens that were prefilled for them."""
+def _rows_to_count(controller: Controller, batch: ScheduleBatch) -> Iterable[tuple[Req, int]]:
+    """With the tokens that were prefilled for them."""
     if batch.forward_mode.is_extend():
         return zip(batch.reqs, batch.extend_lens or itertools.repeat(0), strict=False)
-    everyone = step % COUNT_EVERY == 0
+    everyone = controller.counts_all()
     return [(req, 0) for req in batch.reqs if everyone or req.finished_reason is not None]
 
 
