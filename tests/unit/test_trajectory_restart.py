@@ -12,6 +12,7 @@ from sglang_april.api import messages
 from sglang_april.http.trajectories import TrajectoryRecords
 from sglang_april.recovery.journal_snapshot import JournalSnapshot
 from sglang_april.scheduler.attached_journal import saved_requests, tokens_of
+from sglang_april.scheduler.controller import COUNT_EVERY
 from sglang_april.scheduler.recorder import Recorder
 from sglang_april.scheduler.restore import restored_event
 from tests.unit.crashing_harness import PromptJournal
@@ -87,7 +88,7 @@ def begin(w: JournalledLegs) -> dict[str, dict[str, Any]]:
     w.step(6)
     w.done("run", "b", reject=("c", "e"))
     w.leg("run", "d0", PROMPT, 40, "d")
-    w.step(12)
+    w.step(COUNT_EVERY + 8)  # until a count has recorded it
     assert w.running() == {"d0"}
     w.recorder.commit()
     return {name: w.record(name) for name in "ab"}
