@@ -193,8 +193,8 @@ class Controller:
         """Count tokens and finishes; finished samples leave the scheduler at once.
 
         `steps` has every sample that was prefilled or has finished. The others are counted in some steps only
-        (`counts_all`), because to look at each in every step would be most of the bookkeeping, and before their tokens
-        matter (`Context.count`).
+        (`counts_all`), because to look at each in every step is the largest part of the bookkeeping, and before their
+        tokens matter (`Context.count`).
         """
         done: list[messages.FinishedSample] = []
         ended: list[Sample] = []
