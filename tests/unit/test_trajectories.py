@@ -34,6 +34,15 @@ def test_without_rounds_legs_run_at_once(w: LegHarness) -> None:
     assert (trajectory.legs, trajectory.mismatches, len(trajectory.sequences)) == (3, 1, 2)
 
 
+def test_the_state_of_a_trajectory_has_all_tokens(w: LegHarness) -> None:
+    w.leg("run", "a", PROMPT, 60, "t")
+    w.step(8)
+    (sample,) = w.context.trajectories["run"].active["t"].pending
+    drawn = w.context.engine.output_length(sample)
+    assert sample.length < drawn, "all are counted already"
+    assert w.command(messages.GetTrajectory, run="run", id="t").data["tokens"] == drawn
+
+
 def test_the_round_ends_in_the_step_in_which_its_quota_is_done(w: LegHarness) -> None:
     assert w.open("run", 2).status == 200
     for name in "abc":
