@@ -86,7 +86,7 @@ class AgentRollouts:
             )
             body = {"run": run, "round_id": round_id, "quota_unit": "trajectory", "quota": None, "keep_until_ack": True}
             try:
-                reply = self._open_and_wait(AgentRound(round_id, stops=True), body, trajectories, prompts)
+                reply = self._open_and_wait(AgentRound(round_id, stops=True), body, trajectories, lambda: prompts)
             except Exception:
                 self._abandon()
                 raise
@@ -127,10 +127,7 @@ class AgentRollouts:
     def _train(self, round_id: str, quota: int | None, fill: bool) -> ScoredRollout:
         config, pool = self._config, self.pool
         self._rounds.raise_error()
-        for prompt_id in self._gone:
-            pool.remove(prompt_id)
-        self._gone = []
-        pool.draw(max(0, config.pool_size - len(pool)) if fill else 0)
+        self._rounds.call(lambda: self._fill_pool(fill=fill))
         current = AgentRound(round_id, trains=quota is not None, stops=quota is None)
         started, reply = time.monotonic(), None
         if self._training is None:
@@ -142,20 +139,32 @@ class AgentRollouts:
                 self._training = self._trajectories(
                     self._run, config.n_samples_per_prompt, agent_params(config), config.quota_unit == "group"
                 )
-            new = [prompt for prompt_id, prompt in pool.prompts.items() if prompt_id not in self._training.prompts]
-            reply = self._open_and_wait(current, self._request(round_id, quota), self._training, new)
+            training = self._training
+
+            def new() -> list[TrainingPrompt]:
+                self._fill_pool(fill=fill)  # a result that has come since may have removed a prompt
+                return [prompt for prompt_id, prompt in pool.prompts.items() if prompt_id not in training.prompts]
+
+            reply = self._open_and_wait(current, self._request(round_id, quota), training, new)
         rollout = self._assemble(reply, current)
         rollout.generate_s = time.monotonic() - started
         self.engines_with_carry = {0}
         return rollout
 
     def _open_and_wait(
-        self, current: AgentRound, body: dict[str, Any], trajectories: AgentTrajectories, new: Sequence[TrainingPrompt]
+        self,
+        current: AgentRound,
+        body: dict[str, Any],
+        trajectories: AgentTrajectories,
+        new: Callable[[], Sequence[TrainingPrompt]],
     ) -> RolloutReply:
-        """Open a round, start the agents of new prompts, and wait for the reply."""
+        """Open a round, start the agents of new prompts, and wait for the reply.
+
+        `new` is called on the thread of the results, like all that changes `trajectories`.
+        """
 
         def begin() -> None:
-            for prompt in new:
+            for prompt in new():
                 trajectories.start(prompt)
             self._stop_if_finished()
 
@@ -191,8 +200,7 @@ class AgentRollouts:
         for trajectory in reply.trajectories:
             prompt_id = trajectory.metadata["prompt"]
             groups.setdefault(prompt_id, TrajectoryGroup(prompt_id, [])).trajectories.append(trajectory)
-            if self._training is None or self._training.delivered(prompt_id, trajectory.metadata["index"]):
-                self.pool.remove(prompt_id)
+        self._rounds.call(lambda: self._forget(reply.trajectories))
         self._carried = reply.carried["trajectories"]
         carried = {
             "groups": len({row["group"] for row in self._carried}),
@@ -212,6 +220,20 @@ class AgentRollouts:
         )
 
     # Results of agents, on their thread
+
+    def _fill_pool(self, *, fill: bool) -> None:
+        """Remove the prompts whose groups were rejected between two rounds; `fill`: draw what is missing."""
+        for prompt_id in self._gone:
+            self.pool.remove(prompt_id)
+        self._gone = []
+        self.pool.draw(max(0, self._config.pool_size - len(self.pool)) if fill else 0)
+
+    def _forget(self, delivered: Sequence[RecordedTrajectory]) -> None:
+        """Forget trajectories that the engine has delivered, and prompts of which it has delivered the last one."""
+        for trajectory in delivered:
+            prompt_id, index = trajectory.metadata["prompt"], trajectory.metadata["index"]
+            if self._training is None or self._training.delivered(prompt_id, index):
+                self.pool.remove(prompt_id)
 
     def _trajectories(self, run: str, n: int, sampling: Mapping[str, Any], whole_groups: bool) -> AgentTrajectories:
         return AgentTrajectories(

@@ -79,6 +79,9 @@ class RoundEnd:
         runs_ahead = rnd.spec.after_quota == "continue"
         if not runs_ahead or rnd.update_limit_reached():
             self._suspender.suspend_run(rnd.run, rnd.spec.tier)
+        if isinstance(rnd, TrajectoryRound):
+            rnd.trajectories.rejected |= dict.fromkeys(rnd.surplus)
+            self._trajectory_ends.drop(rnd.trajectories, rnd.surplus)
         carried = report.carried(c, rnd.run)
         del c.rounds[rnd.run.key]
         self._tiers.round_ended()
@@ -106,8 +109,6 @@ class RoundEnd:
 
     def _end_trajectories(self, rnd: TrajectoryRound, ended: messages.RoundEnded) -> None:
         run = rnd.trajectories
-        run.rejected |= dict.fromkeys(rnd.surplus)
-        self._trajectory_ends.drop(run, rnd.surplus)
         ended.trajectories, ended.rejected, run.rejected = rnd.delivered, list(run.rejected), {}
         ended.carried["trajectories"] = rnd.report(self.context.clock.version)
         self.context.recorder.ended(ended, rnd.legs)

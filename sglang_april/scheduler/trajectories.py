@@ -192,10 +192,10 @@ class Trajectory:
 
 
 def _prefix(legs: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
-    """The legs of the first `length` tokens."""
+    """The legs of the first `length` tokens, with those at their end that added none."""
     prefix: list[tuple[int, int]] = []
     for number, end in legs:
-        prefix.append((number, min(end, length)))
-        if end >= length:
+        if prefix and prefix[-1][1] == length < end:
             break
+        prefix.append((number, min(end, length)))
     return prefix

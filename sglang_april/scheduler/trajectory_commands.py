@@ -56,4 +56,6 @@ class TrajectoryCommands:
         if known is None or cmd.round_id:
             return 0
         names = [name for name in known.active if cmd.ids is None or name in cmd.ids]
-        return self._trajectory_ends.drop(known, names)
+        dropped = self._trajectory_ends.drop(known, names)
+        self._round_end.mark_due()  # a round may have waited for them
+        return dropped

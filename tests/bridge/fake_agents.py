@@ -55,6 +55,10 @@ class FakeAgentEngine:
         """Trajectories that made no request."""
         self.lost_reject: str | None = None
         """A trajectory whose run it does not know when it is rejected, because it was restarted without a journal."""
+        self.released = threading.Event()
+        """While not set, a reject gets no answer, as during a weight call."""
+        self.released.set()
+        self.rejecting = threading.Event()
         self.lost = False
         self.open: dict[str, Any] | None = None
         self.answered: dict[str, RolloutReply] = {}
@@ -102,6 +106,9 @@ class FakeAgentEngine:
             self._changed.notify_all()
 
     def done(self, run: str, trajectories: dict[str, Any] | None = None, reject: list[str] | None = None) -> None:
+        if reject:
+            self.rejecting.set()
+            self.released.wait(60)
         with self.change():
             if self.lost:
                 raise ServerLostError(0, "server", "lost")

@@ -239,6 +239,53 @@ def test_a_prompt_whose_last_trajectory_is_given_up_is_not_started_again(make: C
     assert len(set(names)) == len(names)
 
 
+def test_a_group_that_is_judged_out_while_a_round_begins_is_not_started_again(
+    make: Callable[..., Any], engine: FakeAgentEngine
+) -> None:
+    def outcome(start: StartAgent) -> float | None:
+        return None if start.task.id.startswith("e0-2.") else float(start.task.index)
+
+    rollouts = make(outcome, dynamic_sampling=True)
+    rollouts.round("r.1", 2)
+    engine.released.clear()
+    for start in [start for start in runner(rollouts).started if start.task.id.startswith("e0-2.")]:
+        runner(rollouts).finished(AgentFinished(start.id, 1.0))
+    assert engine.rejecting.wait(60)
+    threading.Timer(0.2, engine.released.set).start()
+    rollouts.round("r.2", 2)
+    assert "e0-2" not in rollouts.pool.prompts
+    assert Counter(started(rollouts))["e0-2.0"] == 1
+    assert len(rollouts.pool) == 1, "the pool was filled again"
+
+
+def test_a_failure_while_a_reply_is_read(
+    make: Callable[..., Any], engine: FakeAgentEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last trajectory of a prompt is given up while its other one, which was delivered, is forgotten."""
+
+    def outcome(start: StartAgent) -> float | str | None:
+        return (None if start.id.endswith("1") else "broken") if start.task.id == "e0-0.1" else 1.0
+
+    rollouts = make(outcome, quota_unit="sample", advantage_estimator="reinforce", over_sampling_batch_size=2)
+    assemble = rollouts._assemble
+
+    def fail_first(*args: Any) -> ScoredRollout:
+        engine.rejecting.clear()
+        engine.released.clear()
+        again = [start.id for start in runner(rollouts).started if start.task.id == "e0-0.1"][-1]
+        runner(rollouts).finished(AgentFinished(again, None, "broken"))
+        assert engine.rejecting.wait(60)
+        threading.Timer(0.2, engine.released.set).start()
+        return assemble(*args)
+
+    monkeypatch.setattr(rollouts, "_assemble", fail_first)
+    assert delivered(rollouts.round("r.1", 1)) == [("e0-0", [1.0])]
+    monkeypatch.setattr(rollouts, "_assemble", assemble)
+    rollouts._rounds.call(lambda: None)
+    rollouts.round("r.2", 1)
+    assert "e0-0" not in rollouts.pool.prompts
+
+
 def test_an_error_between_two_rounds_ends_the_evaluation_that_follows(
     make: Callable[..., Any], engine: FakeAgentEngine
 ) -> None:

@@ -8,8 +8,9 @@ import pytest
 from openai import OpenAI
 
 from tests.integration import test_attached
-from tests.integration.test_attached import HEADERS, PARAMS, body, generate
+from tests.integration.test_attached import HEADERS, PARAMS, begin, body, check_tokens, generate
 from tests.integration.test_interruptions import PAUSES, pause, unpause
+from tests.integration.test_parked_kv import prefilled
 from tests.support.buckets import buckets_of, send
 from tests.support.live import LiveServer, until
 from tests.support.oracle import LOGPROB_LIMIT
@@ -216,6 +217,42 @@ def test_little_memory(small: LiveServer) -> None:
         groups.append({"id": str(i), "prompt_ids": asked[i]["input_ids"], "samples": [sample]})
     live.check(groups, {group["id"]: {"temperature": 0.8} for group in groups})
     assert {span["version"] for group in groups for span in group["samples"][0]["spans"]} <= {v, v + 1}
+
+
+def test_a_resumed_request_is_bit_identical(live: LiveServer) -> None:
+    """At one policy version, eight suspends and copies to the host and back change no bit of an answer."""
+    answers = []
+    for suspends in (0, 8):
+        live.server.post("/flush_cache")  # the prompt is prefilled alike
+        with live.server.slowed():
+            answer = begin(live)
+            for _ in range(suspends):
+                live.server.post("/flush_cache")
+                live.wait_decodes(3)
+            assert not answer.done()
+        answers.append(live.result_of(answer))
+    plain, resumed = answers
+    assert resumed["output_ids"] == plain["output_ids"]
+    assert resumed["meta_info"]["output_token_logprobs"] == plain["meta_info"]["output_token_logprobs"]
+    assert resumed["meta_info"]["april"]["spans"] == plain["meta_info"]["april"]["spans"]
+
+
+def test_a_request_resumes_from_disk(small: LiveServer) -> None:
+    """The host's 146 tokens are too few for its KV, with which it continues under the next version."""
+    live, v = small, small.version
+    ids = [1 + i % 50 for i in range(200)]
+    with live.server.slowed():
+        answer = begin(live, input_ids=ids)
+        pause(live, "in_place")
+        assert live.load(1)["success"]
+        live.policies[v + 1] = live.model(1)
+        until(lambda: live.server.state()["tokens"]["disk"] >= 200, "it is on disk")
+        before = prefilled(live)
+        unpause(live)
+    reply = live.result_of(answer)
+    assert [(s["version"], s["kv"]) for s in reply["meta_info"]["april"]["spans"]] == [(v, "fresh"), (v + 1, "kept")]
+    assert prefilled(live) == before
+    check_tokens(live, reply, ids)
 
 
 def test_disconnect_of_a_suspended_request(live: LiveServer) -> None:

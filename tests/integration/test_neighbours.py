@@ -17,6 +17,7 @@ import hypothesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from tests.integration.test_trajectories import open_round
 from tests.support.delivery_record import DeliveryRecord
 from tests.support.live import LiveServer, until
 from tests.support.neighbours import CALLS, Call, Neighbour, heal
@@ -24,6 +25,7 @@ from tests.support.tracebacks import raised
 from tests.support.workload import prompt
 
 STORIES, ROUNDS, NEIGHBOURS, CALLS_EACH = int(os.environ.get("APRIL_STORIES", "5")), 5, 4, 10
+TURNS = 3
 PARAMS: dict[str, Any] = {"temperature": 0.8}
 
 
@@ -47,6 +49,8 @@ class NeighbourStory:
         self.groups: list[dict[str, Any]] = []
         self.attached: list[dict[str, Any]] = []
         """Attached requests that were answered in full, as groups."""
+        self.turns: dict[str, dict[str, list[int]]] = {}
+        """What each agent was answered, by trajectory and rid."""
 
     def play(self, quota: int | None, calls: list[list[Call]]) -> None:
         number = next(self.numbers)
@@ -55,7 +59,7 @@ class NeighbourStory:
         heal(self.live)
         self.record.accept(prompts)
         reply = self.live.in_background(self.roll_out, body)
-        asked = self.live.in_background(self.ask, number)
+        asked, acted = self.live.in_background(self.ask, number), self.live.in_background(self.act, number)
         different = [[(kind, f"{number} {i} {j} {s}") for j, (kind, s) in enumerate(m)] for i, m in enumerate(calls)]
         names = [f"{self.run}-neighbour-{number}-{i}" for i in range(len(calls))]
         neighbours = [Neighbour(self.live.server, self.live.model(0), name, runs=(self.run,)) for name in names]
@@ -64,6 +68,7 @@ class NeighbourStory:
         heal(self.live)
         self.deliver(self.live.result_of(reply))
         self.live.result_of(asked)
+        self.live.result_of(acted)
         for neighbour in neighbours:
             self.statuses.update(neighbour.statuses)
             self.faults.update(neighbour.faults)
@@ -76,24 +81,51 @@ class NeighbourStory:
         return dict(answer.json())
 
     def ask(self, number: int) -> None:
-        """A request that is attached to the run of the rounds. An abort of everything may end it, and nothing else.
+        """A request that is attached to the run of the rounds."""
+        self.generate(f"{self.run} asked {number}", [7, 8, 9, number], number + 1)
 
-        SGLang answers one that is aborted before it reaches the scheduler with 400.
-        """
-        name, length = f"{self.run} asked {number}", 40
-        params = {**PARAMS, "sampling_seed": number + 1, "max_new_tokens": length, "ignore_eos": True}
-        body = {"rid": name, "input_ids": [7, 8, 9, number], "sampling_params": params, "return_logprob": True}
-        answer = self.live.server.http.post("/generate", json=body, headers={"x-april-run": self.run})
-        if answer.status_code == 400 and f"Request {name} was aborted" in answer.text:
+    def act(self, number: int) -> None:
+        """An agent in the run of the rounds. Each turn extends the one before."""
+        name, history, answered = f"agent {number}", [5, 6, 7, number], {}
+        for turn in range(TURNS):
+            rid = f"{self.run} {name} {turn}"
+            drawn = self.generate(rid, history, number + 1, {"x-april-trajectory": name})
+            if drawn is not None:
+                answered[rid] = drawn
+                history = [*history, *drawn, turn]
+        if not answered:
             return
+        self.turns[name] = answered
+        body = {"run": self.run, "trajectories": {name: {"reward": number}}}
+        while (answer := self.live.server.http.post("/april/trajectories/done", json=body)).status_code == 503:
+            time.sleep(0.05)
+        assert answer.status_code == 200, answer.text
+
+    def generate(
+        self, rid: str, ids: list[int], seed: int, trajectory: dict[str, str] | None = None
+    ) -> list[int] | None:
+        """The tokens of an attached request. An abort of everything may end it, and nothing else.
+
+        None: it was aborted before it reached the scheduler, and SGLang has answered 400.
+        """
+        length = 40
+        params = {**PARAMS, "sampling_seed": seed, "max_new_tokens": length, "ignore_eos": True}
+        body = {"rid": rid, "input_ids": ids, "sampling_params": params, "return_logprob": True}
+        headers = {"x-april-run": self.run, **(trajectory or {})}
+        answer = self.live.server.http.post("/generate", json=body, headers=headers)
+        if answer.status_code == 400 and f"Request {rid} was aborted" in answer.text:
+            return None
         assert answer.status_code == 200, answer.text[:500]
-        meta, ids = answer.json()["meta_info"], answer.json()["output_ids"]
+        meta, drawn = answer.json()["meta_info"], list(answer.json()["output_ids"])
         if meta["finish_reason"]["type"] != "abort":
             assert meta["finish_reason"] == {"type": "length", "length": length}
             logprobs = [logprob for logprob, *_ in meta["output_token_logprobs"]]
             spans = meta["april"]["spans"]
-            sample = {"index": 0, "output_ids": ids, "logprobs": logprobs, "spans": spans, "seed": number + 1}
-            self.attached.append({"id": name, "prompt_ids": body["input_ids"], "samples": [sample]})
+            if trajectory:  # it may continue on KV of an older version, whose weights were the same
+                spans = [{"start": 0, "end": length, "version": spans[-1]["version"], "kv": "fresh"}]
+            sample = {"index": 0, "output_ids": drawn, "logprobs": logprobs, "spans": spans, "seed": seed}
+            self.attached.append({"id": rid, "prompt_ids": ids, "samples": [sample]})
+        return drawn
 
     def deliver(self, reply: dict[str, Any]) -> None:
         self.record.deliver(reply)
@@ -109,6 +141,7 @@ class NeighbourStory:
             self.live.server.post("/april/drop", {"run": run})
         self.deliver(self.live.server.rollout(run=self.run, prompts=[], quota=None))
         self.record.close()
+        self.collect()
         self.live.policies |= dict.fromkeys(range(self.live.version + 1), self.live.model(0))
         drawn = [*self.groups, *self.attached]
         self.live.check(drawn, {group["id"]: PARAMS for group in drawn})
@@ -119,6 +152,17 @@ class NeighbourStory:
             self.live.server.post("/april/drop", {"run": self.run})
             state = self.live.server.state()
         assert state["pool"]["held"] == 0
+
+    def collect(self) -> None:
+        """Every trajectory is delivered once, with each turn as its agent got it."""
+        name = f"{self.run}-trajectories"
+        reply = open_round(self.live, self.run, quota=None, round_id=name)
+        self.live.server.post(f"/april/rounds/{name}/stop")
+        delivered = [one for one in self.live.result_of(reply)["trajectories"] if one["id"] in self.turns]
+        assert sorted(one["id"] for one in delivered) == sorted(self.turns)
+        for one in delivered:
+            assert {leg["rid"]: leg["output_ids"] for leg in one["legs"]} == self.turns[one["id"]]
+            assert one["reward"] == int(one["id"].split()[1])
 
 
 def test_rounds_beside_hostile_neighbours_are_exact(live: LiveServer, run: str) -> None:

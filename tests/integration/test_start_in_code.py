@@ -15,6 +15,7 @@ from sglang_april.adapter import versions
 from tests.support.starts import (
     IN_ENVIRONMENT,
     QUOTA,
+    ROOT,
     SGLANG_LAUNCHER,
     SMALL,
     START_TIMEOUT_S,
@@ -84,30 +85,30 @@ def test_server_of_another_model_is_plain_sglang(model: str, tmp_path: Path) -> 
         assert "this server is plain SGLang: --april-model is not" in (tmp_path / "log").read_text()
 
 
-def test_offline_engine_runs_with_every_hook(model: str, tmp_path: Path) -> None:
-    """And its requests can belong to a run (`attached-request`)."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import json, sys, sglang\n"
-        "if __name__ == '__main__':\n"
-        "    engine = sglang.Engine(model_path=sys.argv[1], mem_fraction_static=0.6, max_total_tokens=4096)\n"
-        "    custom = {'x-april-run': 'r', 'x-april-trajectory': 't'}\n"
-        "    params = {'max_new_tokens': 4, 'ignore_eos': True, 'custom_params': custom}\n"
-        "    answer = engine.generate('1 2 3', params)\n"
-        "    print(json.dumps([engine.get_server_info()['april'], answer['meta_info']]))\n"
-        "    engine.shutdown()\n"
-    )
-    command = [sys.executable, str(script), model]
+def test_requests_of_an_offline_engine(model: str) -> None:
+    """Every hook is active, and a request of a run survives a pause with new weights (`attached-request`).
+
+    One is aborted, and one is dropped whose caller goes.
+    """
+    length = 400
+    command = [sys.executable, "-m", "tests.support.offline_engine", model, str(length)]
+    env = environment(SGLANG_APRIL='{"quota": 4, "kv": "keep"}')
     done = subprocess.run(
-        command, env=environment(**IN_ENVIRONMENT), capture_output=True, text=True, check=False, timeout=START_TIMEOUT_S
+        command, env=env, cwd=ROOT, capture_output=True, text=True, check=False, timeout=START_TIMEOUT_S
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    report, meta = json.loads(done.stdout.splitlines()[-1])
-    assert_all_hooks(report)
-    assert meta["completion_tokens"] == 4
+    answers = json.loads(done.stdout.splitlines()[-1])
+    assert_all_hooks(answers["report"])
+    assert answers["generated"]["completion_tokens"] == 4
     spans = [{"start": 0, "end": 4, "version": 0, "kv": "fresh"}]
     named = {"run": "r", "trajectory": "t", "group": None}
-    assert meta["april"] == {**named, "spans": spans, "policy_version": 0, "staleness": 0}
+    assert answers["generated"]["april"] == {**named, "spans": spans, "policy_version": 0, "staleness": 0}
+    pushed, aborted = answers["pushed"], answers["aborted"]
+    assert pushed["finish_reason"] == {"type": "length", "length": length}
+    assert [(s["version"], s["kv"]) for s in pushed["april"]["spans"]] == [(0, "fresh"), (1, "kept")]
+    assert aborted["finish_reason"]["type"] == "abort"
+    assert 0 < aborted["completion_tokens"] < length
+    assert aborted["april"]["spans"] == [{"start": 0, "end": aborted["completion_tokens"], "version": 1, "kv": "fresh"}]
 
 
 def assert_all_hooks(report: dict[str, Any]) -> None:

@@ -89,12 +89,20 @@ class Oracle:
         expected = logprobs_of(rows, chosen)
         result = ReplayResult(logprob_error=float((expected - got).abs().max()))
         result.mismatched_tokens = mismatched_tokens(rows, chosen, len(prompt), sample["seed"], params)
-        for span in (s for s in spans if s["kv"] == "kept"):
+        self.add_drift(result, prompt, sample, params)
+        return result
+
+    def add_drift(
+        self, result: ReplayResult, prompt: list[int], sample: Mapping[str, Any], params: Mapping[str, Any]
+    ) -> None:
+        """Compare the tokens of `kept` spans with plain forwards under the versions of these spans."""
+        output, got = list(sample["output_ids"]), torch.tensor(sample["logprobs"], dtype=torch.float64)
+        for span in (s for s in sample["spans"] if s["kv"] == "kept"):
             plain = processed(self.logits(prompt, output, span["version"]), output, params)
             part = slice(span["start"], span["end"])
-            result.kv_drift = max(result.kv_drift, float((logprobs_of(plain, chosen)[part] - got[part]).abs().max()))
+            drift = (logprobs_of(plain, torch.tensor(output))[part] - got[part]).abs().max()
+            result.kv_drift = max(result.kv_drift, float(drift))
             result.kept += span["end"] - span["start"]
-        return result
 
     def check(self, group: Mapping[str, Any], params: Mapping[str, Any]) -> list[ReplayResult]:
         """Assert that every sample of a delivered group matches its replay."""

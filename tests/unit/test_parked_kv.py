@@ -4,6 +4,7 @@ import pytest
 
 from sglang_april.api import messages
 from sglang_april.scheduler.eviction import eviction_priority
+from sglang_april.scheduler.trajectories import MAX_BRANCHES
 from tests.unit.fake_engine import FakeEngine
 from tests.unit.leg_harness import PROMPT, LegHarness
 
@@ -231,3 +232,15 @@ def test_kv_that_is_parked_as_memory_runs_out_is_freed_for_the_next_decode(w: Le
             break
     assert w.ended("a") is not None
     assert [event.rid for event in w.answered()] == ["a", "alone"]
+
+
+def test_old_branches_are_not_compared_and_keep_no_kv(w: LegHarness) -> None:
+    for i in range(MAX_BRANCHES + 1):
+        turn(w, f"{i}", [*PROMPT, 10 + i], 1)
+    (trajectory,) = w.context.trajectories["run"].active.values()
+    assert len(trajectory.sequences) == MAX_BRANCHES
+    assert sum(sequence.parked is not None for sequence in trajectory.sequences) == MAX_BRANCHES
+    old = turn(w, "old", [*w.sequence("0"), 1], 1)
+    assert (old.mismatch, old.shared) == (True, len(PROMPT))
+    latest = turn(w, "latest", [*w.sequence(f"{MAX_BRANCHES}"), 1], 1)
+    assert (latest.mismatch, latest.parent) == (False, MAX_BRANCHES)

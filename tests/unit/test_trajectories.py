@@ -253,18 +253,6 @@ def test_a_request_that_the_engine_refuses_begins_no_trajectory(w: LegHarness) -
     assert trajectory.oldest is None
 
 
-def test_drop_deletes_done_and_pending_trajectories(w: LegHarness) -> None:
-    w.open("run", None)
-    w.leg("run", "a", PROMPT, 2, "a")
-    w.leg("run", "b", PROMPT, 30, "b")
-    w.step(8)
-    w.done("run", "a")
-    assert w.command(messages.Drop, run="run").data["trajectories"] == 2
-    assert w.context.trajectories["run"].active == {}
-    w.step(3)
-    assert not w.running()
-
-
 def test_a_round_that_has_waited_long_enough(w: LegHarness) -> None:
     w.leg("run", "old", PROMPT, 2, "old")
     w.step(5)
@@ -295,3 +283,18 @@ def test_an_extension_ends_a_wait(w: LegHarness) -> None:
     assert len(w.of(messages.RoundWaits)) == 1
     w.done("run", "newer")
     assert len(w.of(messages.RoundWaits)) == 2
+
+
+def test_legs_that_added_no_token_are_continued_in_order(w: LegHarness) -> None:
+    """A client that repeats a request and aborts it each time: no branch begins."""
+    w.leg("run", "0", PROMPT, 2, "t")
+    w.step(5)
+    ids = [*w.sequence("0"), 1]
+    for rid in ("1", "2"):
+        w.leg("run", rid, ids, 3, "t")
+        w.abort(rid)
+    w.leg("run", "3", ids, 3, "t")
+    w.step(6)
+    legs = [w.ended(rid) for rid in "0123"]
+    assert [leg and leg.parent for leg in legs] == [None, 0, 1, 2]
+    assert [leg and leg.mismatch for leg in legs] == [False] * 4

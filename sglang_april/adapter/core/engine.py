@@ -183,6 +183,7 @@ class SchedulerEngine(StoreOrders):
             if not sample.attached and (not req.output_ids or sample.journal.snapshot is not None):
                 self.forget(sample)
             else:
+                req.is_retracted &= bool(req.output_ids)  # without a token, its next prefill is its first
                 req.april_output.pack(req)
                 req.time_stats.forward_entry_time = 0.0  # no timeout counts the time until the sample resumes
 
