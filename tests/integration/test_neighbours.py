@@ -106,14 +106,14 @@ class NeighbourStory:
     ) -> list[int] | None:
         """The tokens of an attached request. An abort of everything may end it, and nothing else.
 
-        None: it was aborted before it reached the scheduler, and SGLang has answered 400.
+        None: it was aborted before it reached the scheduler, and SGLang has answered 400 or 499.
         """
         length = 40
         params = {**PARAMS, "sampling_seed": seed, "max_new_tokens": length, "ignore_eos": True}
         body = {"rid": rid, "input_ids": ids, "sampling_params": params, "return_logprob": True}
         headers = {"x-april-run": self.run, **(trajectory or {})}
         answer = self.live.server.http.post("/generate", json=body, headers=headers)
-        if answer.status_code == 400 and f"Request {rid} was aborted" in answer.text:
+        if answer.status_code in (400, 499) and f"Request {rid} was aborted" in answer.text:
             return None
         assert answer.status_code == 200, answer.text[:500]
         meta, drawn = answer.json()["meta_info"], list(answer.json()["output_ids"])
@@ -189,6 +189,7 @@ def test_rounds_beside_hostile_neighbours_are_exact(live: LiveServer, run: str) 
         statuses.update(story.statuses)
         faults.update(story.faults)
         statuses["attached, with exact tokens"] += len(story.attached)
+        statuses["trajectories, delivered once"] += len(story.turns)
         print(f"{sum(statuses[kind] for kind in CALLS)} calls", flush=True)
 
     stories()
@@ -196,5 +197,6 @@ def test_rounds_beside_hostile_neighbours_are_exact(live: LiveServer, run: str) 
     print(dict(statuses), dict(faults), dict(exceptions))
     assert sum(statuses[kind] for kind in CALLS) >= STORIES * ROUNDS * NEIGHBOURS * CALLS_EACH
     assert statuses["attached, with exact tokens"] > 0
+    assert statuses["trajectories, delivered once"] > 0
     assert not [path for path in faults if path.startswith("/april")]
     assert not [one for one in exceptions if one.package == "sglang_april"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.integration.test_attached import IDS, check_tokens
-from tests.integration.test_trajectories import LENGTH, PROMPT, done, leg, open_round, without_kv
+from tests.integration.test_trajectories import PROMPT, done, leg, open_round
 from tests.support.live import LiveServer, live_server, until
 from tests.support.server import Server
 from tests.support.workload import prompt
@@ -219,8 +219,9 @@ def test_trajectories_over_pushes(two_ranks: LiveServer, run: str) -> None:
     assert [t["id"] for t in ended["trajectories"]] == ["t0", "t1"]
     assert all(len(t["legs"]) == 3 and len(t["branches"]) == 1 for t in ended["trajectories"])
     for known in ended["trajectories"]:
-        assert [one["prefilled"] for one in known["legs"][1:]] == [1 + without_kv(live)] * 2
-        assert known["legs"][-1]["spans"][0] == {"start": 0, "end": LENGTH, "version": v + 1, "kv": "kept"}
+        # The new token, and the last one of the leg before unless a step has computed its KV.
+        assert all(one["prefilled"] <= 2 for one in known["legs"][1:])
+        assert known["legs"][-1]["spans"][-1]["version"] == v + 1
     assert not late.done()
     assert live.server.http.get("/april/check").json()["ok"]
     done(live, run, reject=["late"])

@@ -63,3 +63,19 @@ def test_what_a_round_of_trajectories_does_not_have(live: LiveServer, run: str) 
     answer = live.server.http.post("/generate", json=asked, headers={"x-april-run": run, "x-april-trajectory": "t"})
     assert answer.status_code == 400
     assert "x-april-trajectory" in answer.text
+
+
+def test_a_push_in_the_middle_of_a_prefill_is_no_retract(live: LiveServer, run: str) -> None:
+    ids = [1 + i % 400 for i in range(400)]
+    reply = open_round(live, run, quota=1)
+    with live.server.slowed(0.3):
+        before = len(live.server.forwards())
+        answer = live.in_background(leg, live, run, "t", ids)
+        until(lambda: len(live.server.forwards()) > before, "the prefill has begun")
+        live.push(1)
+    live.result_of(answer)
+    done(live, run, "t")
+    ended = live.result_of(reply)
+    prefilled = sum(forward["tokens"] for forward in live.server.forwards()[before:] if not forward["decode"])
+    assert prefilled > len(ids), "the push came too late"
+    assert ended["stats"]["retracted"] == 0
