@@ -48,8 +48,6 @@ class AgentRollouts:
         """{0} if the engine has this run's trajectories, else empty."""
         self._rounds = AgentRounds(client)
         """Its thread handles `_training`, `_evaluation` and, while a round is open, changes the pool."""
-        self._carried: list[dict[str, Any]] = []
-        """Trajectories that the last round has left at the engine."""
         self._training: AgentTrajectories | None = None
         """None until the first round, and after the engine was lost."""
         self._evaluation: AgentTrajectories | None = None
@@ -105,13 +103,19 @@ class AgentRollouts:
 
     def drop_unstarted(self) -> None:
         """As `RolloutSource.drop_unstarted`: those of which the model has drawn no token."""
-        begun = {_prompt_of(row["id"]) for row in self._carried if row["tokens"]}
-        unstarted = [prompt_id for prompt_id in self.pool.prompts if prompt_id not in begun]
         training = self._training
-        if training is not None:
-            self._rounds.call(lambda: training.reject([prompt for prompt in unstarted if prompt in training.prompts]))
-        for prompt_id in unstarted:
-            self.pool.remove(prompt_id)
+
+        def drop() -> None:
+            unstarted = training.unstarted() if training is not None else []
+            if training is not None:
+                training.reject(unstarted)
+            waiting = [
+                prompt_id for prompt_id in self.pool.prompts if training is None or prompt_id not in training.prompts
+            ]
+            for prompt_id in waiting:
+                self.pool.remove(prompt_id)
+
+        self._rounds.call(drop)
 
     def interrupt(self) -> None:
         """Kill the agents at once. The engine ends their requests."""
@@ -127,8 +131,8 @@ class AgentRollouts:
     def _train(self, round_id: str, quota: int | None, fill: bool) -> ScoredRollout:
         config, pool = self._config, self.pool
         self._rounds.raise_error()
-        self._rounds.call(lambda: self._fill_pool(fill=fill))
         current = AgentRound(round_id, trains=quota is not None, stops=quota is None)
+        self._rounds.call(lambda: self._fill_pool(current, fill=fill))
         started, reply = time.monotonic(), None
         if self._training is None:
             current.extensions += [prompt.id for prompt in pool.draw(len(self._store.extended(round_id)))]
@@ -142,7 +146,7 @@ class AgentRollouts:
             training = self._training
 
             def new() -> list[TrainingPrompt]:
-                self._fill_pool(fill=fill)  # a result that has come since may have removed a prompt
+                self._fill_pool(current, fill=fill)  # a result that has come since may have removed a prompt
                 return [prompt for prompt_id, prompt in pool.prompts.items() if prompt_id not in training.prompts]
 
             reply = self._open_and_wait(current, self._request(round_id, quota), training, new)
@@ -201,11 +205,11 @@ class AgentRollouts:
             prompt_id = trajectory.metadata["prompt"]
             groups.setdefault(prompt_id, TrajectoryGroup(prompt_id, [])).trajectories.append(trajectory)
         self._rounds.call(lambda: self._forget(reply.trajectories))
-        self._carried = reply.carried["trajectories"]
+        rows = reply.carried["trajectories"]
         carried = {
-            "groups": len({row["group"] for row in self._carried}),
-            "samples": len(self._carried),
-            "tokens": sum(row["tokens"] for row in self._carried),
+            "groups": len({row["group"] for row in rows}),
+            "samples": len(rows),
+            "tokens": sum(row["tokens"] for row in rows),
         }
         summary = RolloutSummary(
             reply.round_id, reply.run, reply.policy_version, reply.end_reason, [], carried, reply.stats
@@ -221,12 +225,18 @@ class AgentRollouts:
 
     # Results of agents, on their thread
 
-    def _fill_pool(self, *, fill: bool) -> None:
-        """Remove the prompts whose groups were rejected between two rounds; `fill`: draw what is missing."""
-        for prompt_id in self._gone:
+    def _fill_pool(self, current: AgentRound, *, fill: bool) -> None:
+        """Remove the prompts whose groups were rejected between two rounds; `fill`: draw what is missing.
+
+        A checkpoint may have these prompts, so those that replace them are noted as in a round.
+        """
+        gone, self._gone = self._gone, []
+        for prompt_id in gone:
             self.pool.remove(prompt_id)
-        self._gone = []
-        self.pool.draw(max(0, self._config.pool_size - len(self.pool)) if fill else 0)
+        drawn = self.pool.draw(max(0, self._config.pool_size - len(self.pool)) if fill else 0)
+        if replacing := drawn[len(drawn) - min(len(gone), len(drawn)) :]:
+            current.extensions += [prompt.id for prompt in replacing]
+            self._store.note_extended(current.id, current.extensions)
 
     def _forget(self, delivered: Sequence[RecordedTrajectory]) -> None:
         """Forget trajectories that the engine has delivered, and prompts of which it has delivered the last one."""
@@ -273,12 +283,12 @@ class AgentRollouts:
         self._warn(problem)
 
     def _replace(self, prompt: TrainingPrompt, reason: str) -> None:
-        """Replace a group that was rejected, if a round is open; else the next one draws what is missing."""
+        """Replace a group that was rejected, if a round of it is open; else the next one draws what is missing."""
         current, training = self._rounds.current, self._training
         assert training is not None
         current.given_up += bool(reason)
         current.rejected += not reason
-        if not current.id:
+        if not current.id or self._evaluation is not None:
             self._gone.append(prompt.id)
             return
         self.pool.remove(prompt.id)
@@ -297,14 +307,10 @@ class AgentRollouts:
                 if trajectories is not None:
                     trajectories.cancel()
             self._training = self._evaluation = None
+            self._gone = []  # their prompts start again with the others
             self._rounds.current = AgentRound("")
 
         self._rounds.call(forget)
-
-
-def _prompt_of(name: str) -> str:
-    """The prompt id in the name of a trajectory (`AgentTrajectories`)."""
-    return name.partition(".")[0]
 
 
 def _drawn(trajectory: RecordedTrajectory) -> int:

@@ -33,6 +33,9 @@ class AgentRound:
     given_up: int = 0
     """Groups whose agents failed."""
     problems: list[str] = field(default_factory=list)
+    failed: bool = False
+    """A result has raised an error. The agents of later ones will be abandoned, so they are not handled: with a lost
+    engine, each would wait for it."""
 
     def open(self, client: AprilClient, body: dict[str, Any]) -> None:
         """Send the request in a separate thread, and wait until the round is open or has failed.
@@ -103,13 +106,17 @@ class AgentRounds:
         self._thread.shutdown(cancel_futures=True)
 
     def _handle(self, call: Callable[[], None]) -> None:
+        if self.current.failed:
+            return
         try:
             call()
         except BaseException as error:  # noqa: BLE001 - raised by the main thread
+            self.current.failed = True
             self.current.events.put(error)
 
     def _replace(self, new: AgentRound) -> None:
         """The new round gets the errors that the main thread has not read yet."""
         while not self.current.events.empty():
             new.events.put(self.current.events.get())
+        new.failed = self.current.failed
         self.current = new

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_april.client import AprilClient, AprilError, attach
-from trainer_bridge.agent_runner import AgentRunner
+from sglang_april.client import AprilClient, AprilError, RecordedTrajectory, attach
+from trainer_bridge.agent_runner import AgentError, AgentRunner
 from trainer_bridge.agents import AgentFinished, AgentTask, StartAgent
 from trainer_bridge.rewards import TrainingPrompt
 from trainer_bridge.validate import RunError
@@ -102,6 +102,15 @@ class AgentTrajectories:
                 self._judge(group)
         return True
 
+    def unstarted(self) -> list[str]:
+        """Prompts of whose trajectories none is done and none has a token."""
+        return [prompt_id for prompt_id, group in self._groups.items() if not self._is_begun(group)]
+
+    def _is_begun(self, group: PromptTrajectories) -> bool:
+        done = len(group.finished) == self._n if self._whole_groups else bool(group.finished)
+        known = (self._find(name) for name in self._names(group))
+        return done or any(one is not None and one.tokens for one in known)
+
     def delivered(self, prompt_id: str, index: int) -> bool:
         """Forget a trajectory that the engine has delivered; True if it was the last one of its prompt."""
         group = self._groups.get(prompt_id)
@@ -139,7 +148,10 @@ class AgentTrajectories:
         headers = attach(self.run, name, self._group_name(group) if self._whole_groups else None)
         group.running[index] = name
         self._group_of[name] = group, index
-        self._runner.start(self.run, StartAgent(name, task, headers))
+        try:
+            self._runner.start(self.run, StartAgent(name, task, headers))
+        except AgentError as error:  # a worker that died was started again
+            raise RunError(f"agent: {error}") from error
 
     def _names(self, group: PromptTrajectories) -> list[str]:
         return [*group.running.values(), *(name for name, _ in group.finished.values())]
@@ -193,7 +205,7 @@ class AgentTrajectories:
         except AprilError as error:
             if error.status != 404:
                 raise
-            missing = [index for index in indices if not self._exists(names[index])]
+            missing = [index for index in indices if self._find(names[index]) is None]
             if not missing:
                 raise
             for index in missing:
@@ -202,14 +214,14 @@ class AgentTrajectories:
                 if self._groups.get(group.prompt.id) is group:  # a failure may give the group up
                     self._failed(group, index, names[index], "the agent made no request")
 
-    def _exists(self, name: str) -> bool:
+    def _find(self, name: str) -> RecordedTrajectory | None:
+        """A trajectory, if the engine knows it."""
         try:
-            self._client.trajectory(name, self.run)
+            return self._client.trajectory(name, self.run)
         except AprilError as error:
             if error.status != 404:
                 raise
-            return False
-        return True
+            return None
 
     def _reject(self, names: list[str]) -> None:
         """Delete trajectories at the engine, which then refuses their requests, even the first one."""

@@ -110,7 +110,7 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     """Seed of the sampling noise, together with prompt id and sample index."""
     sampling_params: dict[str, Any] = {}
     """Further sampling parameters of SGLang, without those that have a field. Penalties and grammars need
-    `allow_modified_sampling`."""
+    `allow_modified_sampling`. With an agent, those that SGLang's chat completions have."""
     allow_modified_sampling: bool = False
     """Allow sampling parameters that change the distribution behind the logprobs, so that ratios are approximate."""
 

@@ -16,6 +16,24 @@ FIELD_OF_PARAMETER = {
 """Sampling parameters that have a field of their own. The trainer reads some of these fields, so `sampling_params` must
 not contradict them."""
 
+AGENT_PARAMETERS = {
+    "custom_params": "custom_params",
+    "ebnf": "ebnf",
+    "frequency_penalty": "frequency_penalty",
+    "ignore_eos": "ignore_eos",
+    "logit_bias": "logit_bias",
+    "min_new_tokens": "min_tokens",
+    "min_p": "min_p",
+    "no_stop_trim": "no_stop_trim",
+    "presence_penalty": "presence_penalty",
+    "regex": "regex",
+    "repetition_penalty": "repetition_penalty",
+    "skip_special_tokens": "skip_special_tokens",
+    "stop_regex": "stop_regex",
+}
+"""Keys of `sampling_params` that are possible with an agent, and their names in SGLang's chat completions (SGLang's
+`ChatCompletionRequest`), which ignore what they do not know."""
+
 
 def rollout_params(config: Config) -> dict[str, Any]:
     """Sampling parameters of a training round, by SGLang's names."""
@@ -47,7 +65,7 @@ def agent_params(config: Config, *, evaluation: bool = False) -> dict[str, Any]:
     }
     if "stop" in extra:
         known["stop"] = extra.pop("stop")
-    return {**known, "extra_body": extra}
+    return {**known, "extra_body": {AGENT_PARAMETERS.get(name, name): value for name, value in extra.items()}}
 
 
 def _params(config: Config, temperature: float, top_p: float, top_k: int, length: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Delivered trajectories become training samples: one sequence per branch of the record.
 
-A branch is trained on from the first token that the model drew and no earlier branch has, so that no drawn token counts
-twice. Tokens from outside, such as what a tool returned, are inputs of the model and not in the loss.
+A token that the model drew is trained on in the first branch in which it is drawn, so that none counts twice. Tokens
+from outside, such as what a tool returned, are inputs of the model and not in the loss.
 """
 
 from collections.abc import Iterator
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sglang_april.api.ids import common_prefix
 from sglang_april.client.types import RecordedTrajectory, TrajectoryBranch
 from trainer_bridge.batch import PROVENANCE
 from trainer_bridge.config import Config
@@ -35,11 +36,17 @@ class TrajectoryGroup:
 
 
 def _sequences(prompt_id: str, trajectory: RecordedTrajectory, advantage: float) -> Iterator[TrainingSample]:
-    """One sample per branch in which the model drew a token that no earlier branch has."""
+    """One sample per branch in which the model drew a token that it drew in no earlier branch."""
     seen: set[int] = set()
+    earlier: list[tuple[np.ndarray, np.ndarray]] = []
+    """Ids of each earlier branch, and which of them were drawn."""
     finish = {leg.leg: leg.finish_reason for leg in trajectory.legs}  # a refused request has used up a number
     for branch in trajectory.branches:
-        drawn = _loss_mask(branch)
+        drawn = _drawn(branch)
+        earlier.append((branch.ids, drawn.copy()))
+        for ids, drawn_before in earlier[:-1] if branch.shared else ():
+            common = common_prefix(ids, branch.ids)
+            drawn[:common] &= ~drawn_before[:common]
         new_legs = set(branch.legs) - seen
         seen |= new_legs
         if not drawn.any():
@@ -66,11 +73,11 @@ def _sequences(prompt_id: str, trajectory: RecordedTrajectory, advantage: float)
         )
 
 
-def _loss_mask(branch: TrajectoryBranch) -> np.ndarray:
-    """bool [N]: drawn by the model, and not in an earlier branch."""
+def _drawn(branch: TrajectoryBranch) -> np.ndarray:
+    """bool [N]: drawn by the model."""
     mask = np.zeros(len(branch.ids), bool)
     for start, end in branch.drawn:
-        mask[max(start, branch.shared) : end] = True
+        mask[start:end] = True
     return mask
 
 

@@ -10,7 +10,7 @@ import msgspec
 from sglang_april.launch_checks import damage_of, no_tokenizer
 from trainer_bridge.config import Config, ConfigError
 from trainer_bridge.loss_settings import GROUP_BASELINE
-from trainer_bridge.sampling import FIELD_OF_PARAMETER, rollout_params
+from trainer_bridge.sampling import AGENT_PARAMETERS, FIELD_OF_PARAMETER, rollout_params
 
 NEUTRAL_SAMPLING = {
     "frequency_penalty": 0.0,
@@ -121,6 +121,11 @@ def _check_agent(config: Config) -> None:
     for name in ("reward", "group_reward"):
         if getattr(config, name) != next(f.default for f in msgspec.structs.fields(Config) if f.name == name):
             raise ConfigError(f"{name}: an agent function returns the reward itself")
+    if unknown := config.sampling_params.keys() - AGENT_PARAMETERS:
+        raise ConfigError(
+            f"sampling_params: {min(unknown)}: is not possible with an agent, whose client calls SGLang's chat "
+            f"completions; possible are {', '.join(sorted(AGENT_PARAMETERS))}"
+        )
     if config.quota_mode != "first":
         raise ConfigError("quota_mode: must be first with an agent; rounds of trajectories have no cohorts")
     if config.overlong_buffer_len:

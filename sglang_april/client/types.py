@@ -103,6 +103,8 @@ class RecordedTrajectory:
     state: str = "done"
     staleness: int | None = None
     """The policy version minus that of the oldest token; None in a reply of a round."""
+    tokens: int | None = None
+    """Output tokens so far, also of legs that have not ended; None in a reply of a round."""
     mismatches: int = 0
     """Legs whose prompts continue no leg that had ended, although there was one."""
 

@@ -43,6 +43,10 @@ class AttachedRequests:
         if len(self._ended) > UNTAKEN:
             self._ended.popitem(last=False)
 
+    def is_awaited(self, rid: object) -> bool:
+        """Whether the answer to a request of this `rid`, unchecked, still waits for its description."""
+        return isinstance(rid, str) and rid in self._waiting
+
     def forget(self, rid: str) -> None:
         """A request is sent: what is known of an earlier one with its `rid` does not describe it."""
         self._ended.pop(rid, None)

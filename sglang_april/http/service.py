@@ -130,8 +130,8 @@ class AprilService:
         command = messages.EndTrajectories(self.rpc.number(), run, results, body.reject)
 
         def ended(answer: messages.Answer) -> None:
-            names = answer.data.pop("new")
-            self.trajectories.done(run, {name: body.trajectories[name] for name in names})
+            for name, group in answer.data.pop("new").items():
+                self.trajectories.done(run, name, group, body.trajectories[name], len(results[name]))
 
         answer = await self.rpc.call(command, accepted=ended)
         return {"run": run, **answer.data}
@@ -141,7 +141,7 @@ class AprilService:
         state = (await self.rpc.call(messages.GetTrajectory(self.rpc.number(), run, name))).data
         record = self.trajectories.get(run, name) or TrajectoryRecord(run, name, state["group"])
         fields = await off_loop(record.nbytes, record.fields, packed)  # compares all branches
-        return {**fields, "state": state["state"], "staleness": state["staleness"]}
+        return {**fields, **{name: state[name] for name in ("state", "staleness", "tokens")}}
 
     async def check(self) -> dict[str, Any]:
         """Whether every stored page verifies on every rank, and the pool accounting: `ok` and `problem`."""

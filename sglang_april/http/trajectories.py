@@ -29,12 +29,15 @@ class TrajectoryRecord:
     """The ended legs by number."""
     ended: DoneBody | None = None
     """Reward and metadata from the `done` call."""
+    ended_bytes: int = 0
+    """Encoded size of `ended`."""
 
     @property
     def nbytes(self) -> int:
         """Estimated size in memory."""
         legs = self.legs.values()
-        return sum(3 * (len(x.prompt_ids) + 2 * len(x.result.output_ids)) + BYTES_PER_LEG for x in legs)
+        tokens = sum(3 * (len(x.prompt_ids) + 2 * len(x.result.output_ids)) + BYTES_PER_LEG for x in legs)
+        return tokens + self.ended_bytes
 
     def fields(self, packed: bool) -> dict[str, Any]:
         """The record as replies contain it, with raw arrays if `packed`."""
@@ -168,11 +171,10 @@ class TrajectoryRecords:
         """The record, if some leg has ended."""
         return self._records.get((run, name))
 
-    def done(self, run: str, ended: dict[str, DoneBody]) -> None:
-        """Store reward and metadata of done trajectories; only the first call counts."""
-        for name, body in ended.items():
-            record = self.of(run, name)
-            record.ended = record.ended or body
+    def done(self, run: str, name: str, group: str, ended: DoneBody, nbytes: int) -> None:
+        """Store reward and metadata of a trajectory that is done now, `nbytes` encoded."""
+        record = self.of(run, name, group)
+        record.ended, record.ended_bytes = ended, nbytes
 
     def restore(self, saved: list[messages.SavedTrajectory]) -> None:
         """After a restart: add trajectories that the journal has."""
@@ -181,6 +183,7 @@ class TrajectoryRecords:
             record.legs = {leg.number: leg for leg in one.legs}
             if one.result:
                 record.ended = msgspec.msgpack.decode(one.result, type=DoneBody)
+                record.ended_bytes = len(one.result)
 
     def remove(self, run: str, names: list[str]) -> None:
         """Remove trajectories that the scheduler removed without delivery."""

@@ -25,7 +25,7 @@ class TrajectoryCommands:
         if known is None:
             raise RequestError(404, "run", f"there is no run {cmd.run!r} with trajectories")
         known.check(cmd.done, cmd.reject)
-        new = [name for name in cmd.done if name not in known.ended]
+        new = {name: known.active[name].group for name in cmd.done if name not in known.ended}
         self._trajectory_ends.end(known, cmd.done, cmd.reject)
         self._round_end.mark_due()
         rnd = self._c.rounds.get(known.legs.key)

@@ -53,6 +53,8 @@ class FakeAgentEngine:
         self.dropped: list[str] = []
         self.unknown: set[str] = set()
         """Trajectories that made no request."""
+        self.tokens: dict[str, int] = {}
+        """Drawn so far, by trajectory."""
         self.lost_reject: str | None = None
         """A trajectory whose run it does not know when it is rejected, because it was restarted without a journal."""
         self.released = threading.Event()
@@ -117,9 +119,13 @@ class FakeAgentEngine:
             self.done_ |= trajectories or {}
             self.rejected += reject or []
 
-    def trajectory(self, name: str, run: str) -> None:
+    def raise_lost(self) -> None:
+        raise ServerLostError(0, "server", "lost")
+
+    def trajectory(self, name: str, run: str) -> RecordedTrajectory:
         if name in self.unknown:
             raise AprilError(404, "id", "unknown")
+        return RecordedTrajectory(name, run, "", None, None, [], [], tokens=self.tokens.get(name, 0))
 
     def state(self) -> dict[str, Any]:
         return {"rounds": [] if self.open is None else [self.open]}

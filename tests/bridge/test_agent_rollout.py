@@ -13,6 +13,7 @@ from sglang_april.client import RecordedTrajectory, RolloutReply, ServerLostErro
 from tests.bridge.fake_agents import FakeAgentEngine, FakeRunner, Outcome
 from trainer_bridge import agent_rollout
 from trainer_bridge.agent_rollout import AgentRollouts
+from trainer_bridge.agent_runner import AgentError
 from trainer_bridge.agents import AgentFinished, StartAgent
 from trainer_bridge.checkpoints import Checkpoints
 from trainer_bridge.config import Config
@@ -307,10 +308,80 @@ def test_an_error_between_two_rounds_ends_the_evaluation_that_follows(
 def test_the_drain_ends_when_all_agents_have_finished(make: Callable[..., Any], engine: FakeAgentEngine) -> None:
     rollouts = make(lambda start: None if start.task.id.startswith("e0-2.") else 1.0)
     rollouts.round("r.1", 2)
-    rollouts._carried = []
     rollouts.drop_unstarted()
     assert not rollouts.pool.prompts
     assert sorted(name.rpartition(".")[0] for name in engine.rejected) == ["e0-2.0", "e0-2.1"]
+
+
+def test_the_drain_keeps_what_has_begun_since_the_last_reply(make: Callable[..., Any], engine: FakeAgentEngine) -> None:
+    """Agents run between two rounds, and with `after_quota: continue` their requests too."""
+    hangs = ("e0-2.", "e0-3.", "e0-4.")
+    rollouts = make(
+        lambda start: None if start.task.id.startswith(hangs) else 1.0,
+        after_quota="continue",
+        over_sampling_batch_size=5,
+    )
+    rollouts.round("r.1", 2)
+    names = {start.task.id: start.id for start in runner(rollouts).started}
+    engine.tokens[names["e0-3.1"]] = 7
+    for task in ("e0-4.0", "e0-4.1"):
+        runner(rollouts).finished(AgentFinished(names[task], 1.0))
+    rollouts.drop_unstarted()
+    assert list(rollouts.pool.prompts) == ["e0-3", "e0-4"]
+    assert sorted(engine.rejected) == sorted([names["e0-2.0"], names["e0-2.1"]])
+
+
+def test_after_an_error_later_results_are_not_handled(make: Callable[..., Any], engine: FakeAgentEngine) -> None:
+    """Each would wait for the lost engine, and all agents start again anyway."""
+    rollouts = make(lambda start: None, over_sampling_batch_size=2)
+    calls: list[str] = []
+
+    def lose() -> None:
+        while len(runner(rollouts).started) < 4:
+            pass
+        engine.done = lambda *_, reject: calls.append(reject[0]) or engine.raise_lost()  # type: ignore[method-assign]
+        for start in list(runner(rollouts).started):
+            runner(rollouts).finished(AgentFinished(start.id, None, "connection closed"))
+
+    thread = threading.Thread(target=lose)
+    thread.start()
+    with pytest.raises(ServerLostError):
+        rollouts.round("r.1", 2)
+    thread.join()
+    assert len(calls) == 1
+
+
+def test_a_prompt_that_replaces_one_between_two_rounds_is_drawn_again_after_a_restart(
+    make: Callable[..., Any], engine: FakeAgentEngine
+) -> None:
+    """The checkpoint has the prompt that was given up, and not the one that was drawn instead."""
+
+    def outcome(start: StartAgent) -> float | None:
+        return None if start.task.id.startswith("e0-2.") else float(start.task.index)
+
+    rollouts = make(outcome, dynamic_sampling=True)
+    rollouts.round("r.1", 2)
+    saved, position = list(rollouts.pool.prompts), rollouts.pool.position
+    assert saved == ["e0-2"]
+    for start in [start for start in runner(rollouts).started if start.task.id.startswith("e0-2.")]:
+        runner(rollouts).finished(AgentFinished(start.id, 1.0))
+    reply = rollouts.round("r.2", 2)
+    again = make(outcome, dynamic_sampling=True)
+    again.pool._data.position = position
+    again.pool.restore(saved)
+    records = [t for group in reply.groups for t in group.trajectories]
+    engine.answered["r.2"] = RolloutReply("r.2", "r", 1, "quota", {"trajectories": []}, {}, [], records)
+    assert delivered(again.round("r.2", 2)) == delivered(reply)
+    assert again.pool.position == rollouts.pool.position
+    assert list(again.pool.prompts) == ["e0-2", *rollouts.pool.prompts]
+
+
+def test_a_worker_that_cannot_be_started_again_ends_the_run(make: Callable[..., Any]) -> None:
+    def outcome(start: StartAgent) -> float:
+        raise AgentError("cannot import m")
+
+    with pytest.raises(RunError, match="agent: cannot import m"):
+        make(outcome).round("r.1", 2)
 
 
 def test_an_evaluation_counts_failed_trajectories(make: Callable[..., Any], engine: FakeAgentEngine) -> None:

@@ -12,7 +12,7 @@ from trainer_bridge import config_reference
 from trainer_bridge.args import config_parser, load
 from trainer_bridge.cli import main
 from trainer_bridge.config import Config, ConfigError
-from trainer_bridge.sampling import FIELD_OF_PARAMETER, rollout_params
+from trainer_bridge.sampling import AGENT_PARAMETERS, FIELD_OF_PARAMETER, agent_params, rollout_params
 from trainer_bridge.validate import check, check_on_policy, modified_sampling
 
 REQUIRED = {"hf_checkpoint": "model", "prompt_data": "data.jsonl"}
@@ -257,3 +257,25 @@ def test_strict_on_policy_is_checked(fields: dict[str, float], exact: bool, mess
     else:
         with pytest.raises(RuntimeError, match=message):
             check_on_policy(rows, exact=exact)
+
+
+def test_sampling_params_of_an_agent_have_the_names_of_chat_completions() -> None:
+    """SGLang's routes ignore other names."""
+    fields = {"agent": "m:f", "allow_modified_sampling": True}
+    made = config(**fields, sampling_params={"min_new_tokens": 8, "regex": "a+"}, rollout_stop_token_ids=[7])
+    extra = {
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "min_tokens": 8,
+        "regex": "a+",
+        "stop_token_ids": [7],
+    }
+    assert agent_params(made)["extra_body"] == extra
+    with pytest.raises(ConfigError, match="sampling_params: json_schema: is not possible with an agent"):
+        check(config(**fields, sampling_params={"json_schema": "{}"}))
+
+
+def test_chat_completions_have_the_parameters_of_agents() -> None:
+    protocol = pytest.importorskip("sglang.srt.entrypoints.openai.protocol")
+    assert set(AGENT_PARAMETERS.values()) <= protocol.ChatCompletionRequest.model_fields.keys()

@@ -75,6 +75,15 @@ def test_a_branch_is_trained_on_from_its_first_own_token() -> None:
     assert sum(sample.drawn for sample in samples) == 6
 
 
+def test_a_token_that_was_drawn_after_it_had_come_from_outside_is_trained_on() -> None:
+    """The first leg began behind a given token, and the second one drew that token itself."""
+    first = branch([1, 2, 10, 11], [(3, 4)], [(3, 4, 6, "fresh")], legs=[0])
+    second = branch([1, 2, 10, 12], [(2, 4)], [(2, 4, 6, "fresh")], legs=[1], shared=3)
+    samples = training_samples([TrajectoryGroup("p", [trajectory([first, second], 2)])], config())
+    assert [sample.output_ids.tolist() for sample in samples] == [[11], [10, 12]]
+    assert [sample.loss_mask.tolist() for sample in samples] == [[True], [True, True]]
+
+
 def test_a_branch_without_own_tokens_is_no_sequence() -> None:
     first = {**TWO_TURNS, "legs": [0, 1]}
     second = branch([1, 2, 3, 10], [(3, 4)], [(3, 4, 6, "fresh")], legs=[0, 2])

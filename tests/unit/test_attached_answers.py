@@ -14,9 +14,7 @@ from sglang.srt.managers.io_struct import FinishReasonDict
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 
 from sglang_april.adapter.core import hooks_attached
-from sglang_april.adapter.core.attach_request import (
-    DESCRIPTION,
-)
+from sglang_april.adapter.core.attach_request import DESCRIPTION, Attachment
 from sglang_april.adapter.core.attached import described
 from sglang_april.api.messages import AttachedEnded, EndedRequest, FinishedSample, LegEnded, Prompt, Span
 from sglang_april.http import attached
@@ -39,6 +37,32 @@ def test_a_description_may_come_before_or_after_the_answer() -> None:
         assert (await late)["spans"][1] == {"start": 2, "end": 5, "version": 4, "kv": "kept"}
 
     asyncio.run(scenario())
+
+
+def test_a_rid_is_in_use_until_the_answer_has_its_description() -> None:
+    """SGLang forgets the request before: a second one with its rid would get the spans of the first."""
+    obj: Any = SimpleNamespace(rid="a")
+    attachment = Attachment("r", "t")
+
+    async def scenario() -> None:
+        requests = AttachedRequests()
+        manager: Any = SimpleNamespace(
+            april=SimpleNamespace(config=SimpleNamespace(attach=None), attached=requests),
+            server_args=SimpleNamespace(disable_overlap_schedule=True),
+            preferred_sampling_params=None,
+        )
+        first = asyncio.ensure_future(requests.description("a", leg=True))
+        await asyncio.sleep(0)
+        with pytest.raises(ValueError, match="Duplicate request ID detected: a"):
+            hooks_attached.generate(lambda *_: None, manager, obj)
+        requests.receive(ended("a"))
+        assert await first
+        obj.rid = "a"  # a refusal takes it out
+        hooks_attached.generate(lambda *_: None, manager, obj)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hooks_attached, "attach", lambda *_, **__: attachment)
+        asyncio.run(scenario())
 
 
 def test_an_answer_contains_the_description_unless_it_is_a_legs() -> None:

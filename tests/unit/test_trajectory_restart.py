@@ -108,7 +108,7 @@ def test_records_verdicts_and_the_round_are_restored(w: JournalledLegs) -> None:
     assert (new.legs, new.mismatches, new.tokens, new.oldest) == (3, 1, 10, 0)
     assert not w.leg("run", "e0", PROMPT, 2, "e"), "rejected before its first request"
     repeated = w.done("run", "b", reject=("c", "e"))
-    assert (repeated.status, repeated.data["new"]) == (200, [])
+    assert (repeated.status, repeated.data["new"]) == (200, {})
     assert w.done("run", "c").status == 409
     assert not w.leg("run", "late", PROMPT, 2, "b")
 
@@ -136,7 +136,7 @@ def test_a_leg_that_is_asked_again_continues_and_the_round_ends(w: JournalledLeg
     assert [(t.id, len(t.legs)) for t in kept.trajectories] == [("b", 1), ("d", 1), ("a", 4)]
     assert not w.context.rounds
     assert not w.context.trajectories["run"].active
-    assert w.done("run", "d").data["new"] == []
+    assert w.done("run", "d").data["new"] == {}
     w.command(messages.DeleteReply, round_id="r0")
     w.crash()
     assert not w.saved.replies
@@ -158,7 +158,7 @@ def test_of_a_reply_that_is_no_longer_kept_only_ids_are_remembered(w: Journalled
     w.crash()
     (size,) = w.recorder._journal._db.execute("SELECT length(body) FROM trajectories").fetchone()
     assert size < 100
-    assert w.done("run", "a").data["new"] == [], "its id is still known"
+    assert w.done("run", "a").data["new"] == {}, "its id is still known"
 
 
 def query_legs(w: JournalledLegs) -> int:

@@ -64,6 +64,9 @@ def generate(original: Callable[..., Any], manager: Any, obj: Any, request: Any 
     overlap = not shape.resolved(manager.server_args).disable_overlap_schedule
     try:
         attachment = attach(obj, headers, default, overlap=overlap, preferred=manager.preferred_sampling_params)
+        if attachment is not None and attachment.trajectory is not None and manager.april.attached.is_awaited(obj.rid):
+            # SGLang has forgotten the first one, whose answer the journal delays: the two would exchange their spans.
+            raise ValueError(f"Duplicate request ID detected: {obj.rid}")
     except ValueError:
         obj.is_single, obj.rid = False, []  # what SGLang aborts two seconds after the end of a stream
         raise
