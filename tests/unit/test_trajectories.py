@@ -75,7 +75,7 @@ def test_a_repeated_or_wrong_message_changes_nothing(w: LegHarness) -> None:
         w.leg("run", name, PROMPT, 2, name)
     w.step(10)
     assert w.done("run", "a", reject=("b",)).status == 200
-    assert w.done("run", "a", reject=("b",)).data["new"] == []
+    assert w.done("run", "a", reject=("b",)).data["new"] == {}
     assert w.done("run", "b").status == w.done("run", reject=("a",)).status == 409
     assert w.done("run", "c", "x").status == 404
     assert w.done("run", "c").data == {
