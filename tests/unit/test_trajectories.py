@@ -81,7 +81,7 @@ def test_a_repeated_or_wrong_message_changes_nothing(w: LegHarness) -> None:
     assert w.done("run", "c").data == {
         "done": 1,
         "rejected": 0,
-        "new": ["c"],
+        "new": {"c": "c"},
         "round_id": "r0",
         "counted": 2,
         "quota": 3,
