@@ -48,6 +48,8 @@ class AgentRollouts:
         """{0} if the engine has this run's trajectories, else empty."""
         self._rounds = AgentRounds(client)
         """Its thread handles `_training`, `_evaluation` and, while a round is open, changes the pool."""
+        self._carried: list[dict[str, Any]] = []
+        """Trajectories that the last round has left at the engine."""
         self._training: AgentTrajectories | None = None
         """None until the first round, and after the engine was lost."""
         self._evaluation: AgentTrajectories | None = None
@@ -102,17 +104,20 @@ class AgentRollouts:
         self.client.drop(self._run)
 
     def drop_unstarted(self) -> None:
-        """As `RolloutSource.drop_unstarted`: those of which the model has drawn no token."""
-        training = self._training
+        """As `RolloutSource.drop_unstarted`: those of which the model has drawn no token.
+
+        Agents of an earlier process, or of an engine that was lost, start again if the last reply carried tokens.
+        """
+        begun, training = {_prompt_of(row["id"]) for row in self._carried if row["tokens"]}, self._training
 
         def drop() -> None:
-            unstarted = training.unstarted() if training is not None else []
-            if training is not None:
+            if training is None:
+                unstarted = self.pool.prompts.keys() - begun
+            else:
+                unstarted = training.unstarted() - begun
                 training.reject(unstarted)
-            waiting = [
-                prompt_id for prompt_id in self.pool.prompts if training is None or prompt_id not in training.prompts
-            ]
-            for prompt_id in waiting:
+                unstarted |= self.pool.prompts.keys() - training.prompts
+            for prompt_id in unstarted:
                 self.pool.remove(prompt_id)
 
         self._rounds.call(drop)
@@ -205,11 +210,11 @@ class AgentRollouts:
             prompt_id = trajectory.metadata["prompt"]
             groups.setdefault(prompt_id, TrajectoryGroup(prompt_id, [])).trajectories.append(trajectory)
         self._rounds.call(lambda: self._forget(reply.trajectories))
-        rows = reply.carried["trajectories"]
+        self._carried = reply.carried["trajectories"]
         carried = {
-            "groups": len({row["group"] for row in rows}),
-            "samples": len(rows),
-            "tokens": sum(row["tokens"] for row in rows),
+            "groups": len({row["group"] for row in self._carried}),
+            "samples": len(self._carried),
+            "tokens": sum(row["tokens"] for row in self._carried),
         }
         summary = RolloutSummary(
             reply.round_id, reply.run, reply.policy_version, reply.end_reason, [], carried, reply.stats
@@ -311,6 +316,11 @@ class AgentRollouts:
             self._rounds.current = AgentRound("")
 
         self._rounds.call(forget)
+
+
+def _prompt_of(name: str) -> str:
+    """The prompt id in the name of a trajectory (`AgentTrajectories`)."""
+    return name.partition(".")[0]
 
 
 def _drawn(trajectory: RecordedTrajectory) -> int:

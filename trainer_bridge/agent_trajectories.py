@@ -102,9 +102,9 @@ class AgentTrajectories:
                 self._judge(group)
         return True
 
-    def unstarted(self) -> list[str]:
+    def unstarted(self) -> set[str]:
         """Prompts of whose trajectories none is done and none has a token."""
-        return [prompt_id for prompt_id, group in self._groups.items() if not self._is_begun(group)]
+        return {prompt_id for prompt_id, group in self._groups.items() if not self._is_begun(group)}
 
     def _is_begun(self, group: PromptTrajectories) -> bool:
         done = len(group.finished) == self._n if self._whole_groups else bool(group.finished)

@@ -331,6 +331,20 @@ def test_the_drain_keeps_what_has_begun_since_the_last_reply(make: Callable[...,
     assert sorted(engine.rejected) == sorted([names["e0-2.0"], names["e0-2.1"]])
 
 
+def test_the_drain_starts_again_what_an_answered_round_has_carried(
+    make: Callable[..., Any], engine: FakeAgentEngine
+) -> None:
+    """The trainer was killed after the last reply: no agent runs, and none of its prompts is forgotten."""
+    rows = [{"group": "g", "id": f"e0-{i}.0.x", "tokens": 5 * i, "state": "parked"} for i in range(2)]
+    record = RecordedTrajectory("x", "r", "g", 1.0, {"prompt": "e0-2", "index": 0}, [], [])
+    engine.answered["r.1"] = RolloutReply("r.1", "r", 1, "quota", {"trajectories": rows}, {}, [], [record])
+    rollouts = make(lambda start: 1.0)
+    rollouts.round("r.1", 2)
+    rollouts.drop_unstarted()
+    assert list(rollouts.pool.prompts) == ["e0-1"]
+    assert delivered(rollouts.round("r.2", None, fill=False)) == [("e0-1", [1.0, 1.0])]
+
+
 def test_after_an_error_later_results_are_not_handled(make: Callable[..., Any], engine: FakeAgentEngine) -> None:
     """Each would wait for the lost engine, and all agents start again anyway."""
     rollouts = make(lambda start: None, over_sampling_batch_size=2)
