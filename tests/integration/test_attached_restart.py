@@ -242,7 +242,9 @@ class Trajectories:
         server.post("/april/rounds/tr/done", {"trajectories": {"t2": {"reward": 1}}})
         ended = live.result_of(reply)
         one, two = ended["trajectories"]
-        assert one == {key: value for key, value in self._before["t1"].items() if key not in ("state", "staleness")}
+        assert one == {
+            key: value for key, value in self._before["t1"].items() if key not in ("state", "staleness", "tokens")
+        }
         assert (one["reward"], one["metadata"]) == (0.5, {"tool": "x"})
         assert two["legs"][0]["output_ids"] == again["output_ids"]
         assert two["legs"][0]["logprobs"] == [row[0] for row in again["meta_info"]["output_token_logprobs"]]
