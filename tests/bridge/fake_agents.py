@@ -7,7 +7,9 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from sglang_april.client import AprilError, RecordedTrajectory, RolloutReply, ServerLostError
+from trainer_bridge.agent_rollout import AgentRollouts
 from trainer_bridge.agents import AgentFinished, StartAgent
+from trainer_bridge.rollout_collector import ScoredRollout
 
 Outcome = Callable[[StartAgent], float | str | None]
 """The reward of a trajectory, why it has none, or None: it does not end."""
@@ -41,6 +43,26 @@ class FakeRunner:
 
     def close(self) -> None:
         pass
+
+
+def runner(rollouts: AgentRollouts) -> FakeRunner:
+    return rollouts._runner  # type: ignore[return-value]
+
+
+def started(rollouts: AgentRollouts) -> list[str]:
+    """Ids of tasks, as `e0-2.1`: prompt and index."""
+    return [start.task.id for start in runner(rollouts).started]
+
+
+def end_agents(rollouts: AgentRollouts, prompt: str, reward: float | None, problem: str = "") -> None:
+    """End all agents of a prompt that have been started."""
+    for start in [start for start in runner(rollouts).started if start.task.id.startswith(f"{prompt}.")]:
+        runner(rollouts).finished(AgentFinished(start.id, reward, problem))
+
+
+def delivered(rollout: ScoredRollout) -> list[tuple[str, list[float | None]]]:
+    """Prompts and rewards of the delivered groups."""
+    return [(group.prompt_id, [t.reward for t in group.trajectories]) for group in rollout.groups]  # type: ignore[attr-defined]
 
 
 class FakeAgentEngine:
