@@ -230,12 +230,15 @@ class TrainingLoop:
             self._acknowledge()
 
     def _acknowledge(self) -> None:
-        while self._unacknowledged:
+        def acknowledge_first() -> None:
             try:
-                self._with_engines(lambda: self.engines.client.ack(self._unacknowledged[0]))
+                self.engines.client.ack(self._unacknowledged[0])
             except AprilError as error:
                 if error.status not in (404, 410):  # a new engine, or a reply that is no longer kept: both are fine
                     raise
+
+        while self._unacknowledged:
+            self._with_engines(acknowledge_first)
             self._unacknowledged.pop(0)
 
     def _evaluate(self) -> None:

@@ -1,5 +1,6 @@
 """Parts of the loop without engine and trainer: evaluations after a restart, acknowledgements, end of the run."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,17 +8,19 @@ from typing import Any
 
 import pytest
 
-from sglang_april.client import AprilError, ServerLostError
+from sglang_april.client import AprilError, RoundLostError, ServerLostError
 from sglang_april.client.types import RolloutGroup, RolloutSummary
 from tests.bridge.test_rollout import STATS, FakeRewards, finished_group
 from tests.bridge.test_samples import group
 from trainer_bridge.batch import MicroBatch
 from trainer_bridge.config import Config
+from trainer_bridge.engine_session import ATTEMPTS, ENGINE_LOST
 from trainer_bridge.loop import TrainingLoop
 from trainer_bridge.loss_stats import LossStats
 from trainer_bridge.megatron.workers import TrainerFailed
 from trainer_bridge.progress import read_rows
 from trainer_bridge.samples import training_samples
+from trainer_bridge.server_process import EngineGoneError
 from trainer_bridge.validate import RunError
 
 EVALUATIONS = {"eval_interval": 5, "save_interval": 20}
@@ -60,7 +63,7 @@ class FakeReplies:
         if name in self.gone:
             raise AprilError(410, "round_id", f"the reply of round {name} is no longer kept")
         if name not in self.kept and not new:
-            raise AprilError(404, "round_id", f"there is no round {name}")
+            raise RoundLostError(404, "round_id", f"there is no round {name}")
 
     def trim(self) -> None:
         for of_evaluation in (True, False):
@@ -90,7 +93,7 @@ class FakeReplies:
 
 
 class FakeSession:
-    """Repeats calls that fail to connect."""
+    """Repeats calls during which the engine is lost."""
 
     def __init__(self, *_: Any) -> None:
         self.step = 0
@@ -99,11 +102,13 @@ class FakeSession:
         pass
 
     def call(self, function: Callable[[], Any], warn: Any, *, reconnect_first: bool = False) -> Any:
-        while True:
-            try:
+        for _ in range(ATTEMPTS - 1):
+            with contextlib.suppress(*ENGINE_LOST):
                 return function()
-            except ServerLostError:
-                pass
+        try:
+            return function()
+        except ENGINE_LOST as error:
+            raise EngineGoneError from error
 
 
 class FakeTrainer:
@@ -199,6 +204,15 @@ def test_crash_between_two_acknowledgements_loses_none(
     server.acks_until_crash = None
     run_steps(loop(**EVALUATIONS), server, 20)
     assert server.waiting == []
+
+
+def test_a_run_resumes_on_an_engine_without_its_rounds(loop: Callable[..., TrainingLoop], server: FakeReplies) -> None:
+    """The server was restarted without a journal: its 404 is no loss in the middle of a round."""
+    run_steps(loop(**EVALUATIONS | {"save_interval": 5}), server, 5)
+    server.kept.clear()
+    again = loop(**EVALUATIONS | {"save_interval": 5})
+    again._restore()
+    assert again._unacknowledged == []
 
 
 def test_rounds_are_acknowledged_with_their_checkpoint(loop: Callable[..., TrainingLoop], server: FakeReplies) -> None:
