@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sglang_april.client import AprilClient, AprilError, RolloutReply
-from sglang_april.client.types import RecordedTrajectory, RolloutSummary
+from sglang_april.client.types import RecordedTrajectory
 from trainer_bridge.agent_round import AgentRound, AgentRounds
 from trainer_bridge.agent_runner import AgentError, AgentRunner
 from trainer_bridge.agent_trajectories import AgentTrajectories
@@ -23,7 +23,6 @@ from trainer_bridge.prompt_pool import PromptPool
 from trainer_bridge.rewards import Score, TrainingPrompt
 from trainer_bridge.rollout_collector import ScoredRollout
 from trainer_bridge.sampling import agent_params
-from trainer_bridge.trajectory_samples import TrajectoryGroup
 from trainer_bridge.validate import check_unusable
 
 
@@ -48,8 +47,10 @@ class AgentRollouts:
         """{0} if the engine has this run's trajectories, else empty."""
         self._rounds = AgentRounds(client)
         """Its thread handles `_training`, `_evaluation` and, while a round is open, changes the pool."""
-        self._carried: list[dict[str, Any]] = []
-        """Trajectories that the last round has left at the engine."""
+        self._carried: list[dict[str, Any]] | None = None
+        """Trajectories that the last round has left at the engine; None if this process has had no round."""
+        self._delivered: dict[str, set[int]] = {}
+        """Trajectories that rounds have delivered which were answered before this process began, by prompt."""
         self._training: AgentTrajectories | None = None
         """None until the first round, and after the engine was lost."""
         self._evaluation: AgentTrajectories | None = None
@@ -106,8 +107,11 @@ class AgentRollouts:
     def drop_unstarted(self) -> None:
         """As `RolloutSource.drop_unstarted`: those of which the model has drawn no token.
 
-        Agents of an earlier process, or of an engine that was lost, start again if the last reply carried tokens.
+        Agents of an earlier process, or of an engine that was lost, start again if the last reply carried tokens, or if
+        this process has none.
         """
+        if self._carried is None:
+            return
         begun, training = {_prompt_of(row["id"]) for row in self._carried if row["tokens"]}, self._training
 
         def drop() -> None:
@@ -136,6 +140,8 @@ class AgentRollouts:
     def _train(self, round_id: str, quota: int | None, fill: bool) -> ScoredRollout:
         config, pool = self._config, self.pool
         self._rounds.raise_error()
+        if self._training is not None and not self.engines_with_carry:
+            self._abandon()  # the engine was restarted without a journal while no agent had a request
         current = AgentRound(round_id, trains=quota is not None, stops=quota is None)
         self._rounds.call(lambda: self._fill_pool(current, fill=fill))
         started, reply = time.monotonic(), None
@@ -155,7 +161,9 @@ class AgentRollouts:
                 return [prompt for prompt_id, prompt in pool.prompts.items() if prompt_id not in training.prompts]
 
             reply = self._open_and_wait(current, self._request(round_id, quota), training, new)
-        rollout = self._assemble(reply, current)
+        self._rounds.call(lambda: self._forget(reply.trajectories))
+        self._carried = reply.carried["trajectories"]
+        rollout = current.scored(reply)
         rollout.generate_s = time.monotonic() - started
         self.engines_with_carry = {0}
         return rollout
@@ -204,30 +212,6 @@ class AgentRollouts:
                 raise
             return None
 
-    def _assemble(self, reply: RolloutReply, current: AgentRound) -> ScoredRollout:
-        groups: dict[str, TrajectoryGroup] = {}
-        for trajectory in reply.trajectories:
-            prompt_id = trajectory.metadata["prompt"]
-            groups.setdefault(prompt_id, TrajectoryGroup(prompt_id, [])).trajectories.append(trajectory)
-        self._rounds.call(lambda: self._forget(reply.trajectories))
-        self._carried = reply.carried["trajectories"]
-        carried = {
-            "groups": len({row["group"] for row in self._carried}),
-            "samples": len(self._carried),
-            "tokens": sum(row["tokens"] for row in self._carried),
-        }
-        summary = RolloutSummary(
-            reply.round_id, reply.run, reply.policy_version, reply.end_reason, [], carried, reply.stats
-        )
-        return ScoredRollout(
-            summary,
-            list(groups.values()),
-            rejected=current.rejected,
-            unscored=current.given_up,
-            replaced=len(current.extensions),
-            problems=current.problems,
-        )
-
     # Results of agents, on their thread
 
     def _fill_pool(self, current: AgentRound, *, fill: bool) -> None:
@@ -247,7 +231,13 @@ class AgentRollouts:
         """Forget trajectories that the engine has delivered, and prompts of which it has delivered the last one."""
         for trajectory in delivered:
             prompt_id, index = trajectory.metadata["prompt"], trajectory.metadata["index"]
-            if self._training is None or self._training.delivered(prompt_id, index):
+            if self._training is not None:
+                is_last = self._training.delivered(prompt_id, index)
+            else:
+                indices = self._delivered.setdefault(prompt_id, set())
+                indices.add(index)
+                is_last = len(indices) == self._config.n_samples_per_prompt
+            if is_last:
                 self.pool.remove(prompt_id)
 
     def _trajectories(self, run: str, n: int, sampling: Mapping[str, Any], whole_groups: bool) -> AgentTrajectories:

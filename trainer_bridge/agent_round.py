@@ -10,6 +10,9 @@ from typing import Any
 
 from sglang_april.client import AprilClient, RolloutReply
 from sglang_april.client.follow import follow
+from sglang_april.client.types import RolloutSummary
+from trainer_bridge.rollout_collector import ScoredRollout
+from trainer_bridge.trajectory_samples import TrajectoryGroup
 
 OPEN_POLL_S = 0.02
 """Seconds between two queries whether a round is open at the engine."""
@@ -51,6 +54,30 @@ class AgentRound:
             if any(row["round_id"] == self.id for row in client.state()["rounds"]):
                 return
             time.sleep(OPEN_POLL_S)
+
+    def scored(self, reply: RolloutReply) -> ScoredRollout:
+        """What the round has delivered."""
+        groups: dict[str, TrajectoryGroup] = {}
+        for trajectory in reply.trajectories:
+            prompt_id = trajectory.metadata["prompt"]
+            groups.setdefault(prompt_id, TrajectoryGroup(prompt_id, [])).trajectories.append(trajectory)
+        rows = reply.carried["trajectories"]
+        carried = {
+            "groups": len({row["group"] for row in rows}),
+            "samples": len(rows),
+            "tokens": sum(row["tokens"] for row in rows),
+        }
+        summary = RolloutSummary(
+            reply.round_id, reply.run, reply.policy_version, reply.end_reason, [], carried, reply.stats
+        )
+        return ScoredRollout(
+            summary,
+            list(groups.values()),
+            rejected=self.rejected,
+            unscored=self.given_up,
+            replaced=len(self.extensions),
+            problems=self.problems,
+        )
 
 
 class AgentRounds:

@@ -139,7 +139,11 @@ class EngineSession:
 
         An engine keeps a run without prompts, for example when `on_end: drop` has deleted them.
         """
-        return bool(client.partials(self._run)["groups"]) or _has_round(client, f"{self._run}.{self.step + 1}")
+        if self._config.agent is not None:
+            carries = self._run in client.state()["trajectories"]
+        else:
+            carries = bool(client.partials(self._run)["groups"])
+        return carries or _has_round(client, f"{self._run}.{self.step + 1}")
 
     def _has_run(self, client: AprilClient) -> bool:
         """Whether an engine lists the run, or has the run's last or next round."""

@@ -12,7 +12,6 @@ from tests.bridge.fake_agents import FakeAgentEngine, FakeRunner, delivered, end
 from trainer_bridge.agent_runner import AgentError
 from trainer_bridge.agents import AgentFinished, StartAgent
 from trainer_bridge.data import PromptData
-from trainer_bridge.rollout_collector import ScoredRollout
 from trainer_bridge.validate import RunError
 
 
@@ -47,10 +46,10 @@ def test_after_the_engine_was_lost_all_agents_of_the_pool_start_again(
 def test_a_round_that_was_answered_before_a_restart_starts_no_agent(
     make_agents: Callable[..., Any], agent_engine: FakeAgentEngine
 ) -> None:
-    record = RecordedTrajectory("x", "r", "g", 1.0, {"prompt": "e0-1", "index": 0}, [], [])
-    agent_engine.answered["r.1"] = RolloutReply("r.1", "r", 1, "quota", {"trajectories": []}, {}, [], [record])
+    records = [RecordedTrajectory("x", "r", "g", 1.0, {"prompt": "e0-1", "index": index}, [], []) for index in range(2)]
+    agent_engine.answered["r.1"] = RolloutReply("r.1", "r", 1, "quota", {"trajectories": []}, {}, [], records)
     rollouts = make_agents(lambda start: 1.0)
-    assert delivered(rollouts.round("r.1", 2)) == [("e0-1", [1.0])]
+    assert delivered(rollouts.round("r.1", 2)) == [("e0-1", [1.0, 1.0])]
     assert started(rollouts) == []
     rollouts.round("r.2", 2)
     assert set(started(rollouts)) == {f"e0-{i}.{j}" for i in (0, 2, 3) for j in range(2)}
@@ -83,20 +82,21 @@ def test_a_failure_while_a_reply_is_read(
         return (None if start.id.endswith("1") else "broken") if start.task.id == "e0-0.1" else 1.0
 
     rollouts = make_agents(outcome, quota_unit="sample", advantage_estimator="reinforce", over_sampling_batch_size=2)
-    assemble = rollouts._assemble
+    wait = rollouts._open_and_wait
 
-    def fail_first(*args: Any) -> ScoredRollout:
+    def fail_after(*args: Any) -> RolloutReply:
+        reply = wait(*args)
         agent_engine.rejecting.clear()
         agent_engine.released.clear()
         again = [start.id for start in runner(rollouts).started if start.task.id == "e0-0.1"][-1]
         runner(rollouts).finished(AgentFinished(again, None, "broken"))
         assert agent_engine.rejecting.wait(60)
         threading.Timer(0.2, agent_engine.released.set).start()
-        return assemble(*args)
+        return reply
 
-    monkeypatch.setattr(rollouts, "_assemble", fail_first)
+    monkeypatch.setattr(rollouts, "_open_and_wait", fail_after)
     assert delivered(rollouts.round("r.1", 1)) == [("e0-0", [1.0])]
-    monkeypatch.setattr(rollouts, "_assemble", assemble)
+    monkeypatch.setattr(rollouts, "_open_and_wait", wait)
     rollouts._rounds.call(lambda: None)
     rollouts.round("r.2", 1)
     assert "e0-0" not in rollouts.pool.prompts
@@ -215,3 +215,33 @@ def test_a_worker_that_cannot_be_started_again_ends_the_run(make_agents: Callabl
 
     with pytest.raises(RunError, match="agent: cannot import m"):
         make_agents(outcome).round("r.1", 2)
+
+
+def test_the_drain_of_a_resumed_run_starts_everything_again(make_agents: Callable[..., Any]) -> None:
+    """The trainer was killed in its drain: no reply tells which of the prompts have drawn a token."""
+    rollouts = make_agents(lambda start: 1.0)
+    rollouts.pool.restore(["e0-0", "e0-1"])
+    rollouts.drop_unstarted()
+    assert delivered(rollouts.round("r.2", None, fill=False)) == [("e0-0", [1.0, 1.0]), ("e0-1", [1.0, 1.0])]
+
+
+def test_an_answered_round_keeps_prompts_that_it_has_delivered_in_part(
+    make_agents: Callable[..., Any], agent_engine: FakeAgentEngine
+) -> None:
+    record = RecordedTrajectory("x", "r", "g", 1.0, {"prompt": "e0-0", "index": 0}, [], [])
+    agent_engine.answered["r.1"] = RolloutReply("r.1", "r", 1, "quota", {"trajectories": []}, {}, [], [record])
+    rollouts = make_agents(lambda start: 1.0, quota_unit="sample", advantage_estimator="reinforce")
+    assert delivered(rollouts.round("r.1", 1)) == [("e0-0", [1.0])]
+    rollouts.round("r.2", 4)
+    assert {"e0-0.0", "e0-0.1"} <= set(started(rollouts))
+
+
+def test_an_engine_that_no_longer_has_the_run_gets_all_agents_again(
+    make_agents: Callable[..., Any], agent_engine: FakeAgentEngine
+) -> None:
+    """It was restarted between two rounds, while no agent had a request that could fail."""
+    rollouts = make_agents(lambda start: 1.0)
+    rollouts.round("r.1", 2)
+    agent_engine.done_.clear()
+    rollouts.engines_with_carry = set()
+    assert [prompt for prompt, _ in delivered(rollouts.round("r.2", 2))] == ["e0-2", "e0-3"]

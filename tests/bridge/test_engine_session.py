@@ -101,6 +101,15 @@ def test_engine_with_a_reply_to_the_next_round_has_the_carry(tmp_path: Path) -> 
     assert rollouts.engines_with_carry
 
 
+@pytest.mark.parametrize("known", [["r"], ["another"]])
+def test_engine_has_the_carry_of_agents_if_it_has_their_trajectories(tmp_path: Path, known: list[str]) -> None:
+    server = FakeEngineAndTrainer()
+    server.trajectories = known
+    session, rollouts = make_session(server, tmp_path, step=2, agent="m:f")
+    connect(session)
+    assert bool(rollouts.engines_with_carry) is ("r" in known)
+
+
 def test_steps_before_a_repeated_push_keep_their_versions(tmp_path: Path) -> None:
     """One of several engines was restarted: its weights were pushed to all of them, under a version of their own."""
     server, restarted = FakeEngineAndTrainer(), FakeEngineAndTrainer()
