@@ -7,7 +7,8 @@ if its rewards differ. A group with fewer than two scored samples is replaced: t
 import queue
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -87,16 +88,20 @@ class RolloutCollector:
         self._verdicts: dict[tuple[str, int], Future[None]] = {}
         self._judge_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="judge")
         self._events: queue.SimpleQueue[RolloutGroup | RolloutSummary | BaseException] = queue.SimpleQueue()
-        self._failed = False
-        """A verdict could not be sent: no further event is read, and no further group is judged."""
+        self._failed: Future[None] = Future()
+        """Done when the round has failed: no further event is read, and no further group is judged."""
 
     def collect(self, request: dict[str, Any]) -> ScoredRollout:
         """Send the request, and return the round when all delivered samples are scored."""
         started = time.monotonic()
         with self._judge_thread:
-            summary = self._read_events(request)
-            ended = time.monotonic()
-            rollout = self._assemble_rollout(summary)
+            try:
+                summary = self._read_events(request)
+                ended = time.monotonic()
+                rollout = self._assemble_rollout(summary)
+            except BaseException:
+                self._fail()  # the judge thread, which is joined here, waits for no further reward
+                raise
         rollout.generate_s, rollout.reward_wait_s = ended - started, time.monotonic() - ended
         rollout.replaced = self._replaced
         return rollout
@@ -114,10 +119,10 @@ class RolloutCollector:
             self._score(event)
 
     def _events_of(self, stream: Iterator[RolloutGroup | RolloutSummary]) -> Iterator[RolloutGroup | RolloutSummary]:
-        """The events up to the summary, or until a verdict could not be sent."""
+        """The events up to the summary, or until the round has failed."""
         for event in stream:
             yield event
-            if self._failed or isinstance(event, RolloutSummary):
+            if self._failed.done() or isinstance(event, RolloutSummary):
                 return
         raise AprilError(500, "stream", f"round {self._id} ended without its summary")
 
@@ -134,14 +139,20 @@ class RolloutCollector:
     # On the judge thread, in the order in which groups finish
 
     def _judge(self, group: RolloutGroup, scores: "Future[list[Score]]") -> None:
-        if self._failed:
+        either: tuple[Future[Any], Future[Any]] = scores, self._failed
+        wait(either, return_when=FIRST_COMPLETED)
+        if self._failed.done():
             return
         try:
             self._judge_or_replace(group, scores)
         except BaseException as error:
-            self._failed = True
+            self._fail()
             self._events.put(error)
             raise
+
+    def _fail(self) -> None:
+        with suppress(InvalidStateError):
+            self._failed.set_result(None)
 
     def _judge_or_replace(self, group: RolloutGroup, scores: "Future[list[Score]]") -> None:
         rewards = [score.reward for score in scores.result() if score.reward is not None]

@@ -144,6 +144,15 @@ def test_lost_verdict_fails_the_round_without_waiting_for_other_rewards(tmp_path
     engine.proceed.set()
 
 
+def test_broken_stream_fails_the_round_without_waiting_for_rewards(engine: FakeRolloutEngine, tmp_path: Path) -> None:
+    """Ctrl-C, which ends the wait for events as well, would seem to do nothing until every reward has timed out."""
+    engine.dies_after = 1
+    driver = single_engine_driver(engine, tmp_path, ["ok"] * 9, over_sampling_batch_size=2)
+    driver.rewards.submit = lambda *_: Future()  # type: ignore[method-assign]
+    with pytest.raises(ConnectionError, match="the engine died"):
+        with_timeout(lambda: driver.round("r.1", 2))
+
+
 def test_stream_of_a_failed_round_is_closed(tmp_path: Path) -> None:
     """With several engines, reading on would count and stop groups of a round that may have been repeated."""
     engine: Any = RefusingEngine(groups=1)
