@@ -3,6 +3,7 @@
     SAVE/run.json                  the run's name at the engine, and the bases of its policy versions
     SAVE/extended.json             prompts that rounds since the last checkpoint were extended by
     SAVE/resent.json               prompts that they sent again, to engines that did not have them any more
+    SAVE/further_rounds.json       quotas of further rounds of the steps since then, after the step's first one
     SAVE/checkpoints/step-000007/  trainer/… and state.json
 
 A checkpoint is written under a temporary name, synced and renamed, so a listed checkpoint is complete and durable.
@@ -12,9 +13,10 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from sglang_april.durable import sync_folder
 
@@ -47,6 +49,7 @@ class Checkpoints:
         self._folder, self._keep = folder, keep
         self._checkpoints, self._run = folder / "checkpoints", folder / "run.json"
         self._extended, self._resent = folder / "extended.json", folder / "resent.json"
+        self._further = folder / "further_rounds.json"
         self._checkpoints.mkdir(parents=True, exist_ok=True)
         for unfinished in self._checkpoints.glob("tmp-*"):
             shutil.rmtree(unfinished)
@@ -90,8 +93,8 @@ class Checkpoints:
         sync_folder(folder)
         folder.rename(self.path(state.step))
         sync_folder(self._checkpoints)
-        self._extended.unlink(missing_ok=True)
-        self._resent.unlink(missing_ok=True)
+        for notes in (self._extended, self._resent, self._further):
+            notes.unlink(missing_ok=True)
         for old in self.steps()[: -self._keep]:
             shutil.rmtree(self.path(old))
 
@@ -123,14 +126,22 @@ class Checkpoints:
         """Ids of the prompts of the pool that a round may have sent again."""
         return _noted(self._resent).get(round_id, [])
 
+    def note_further_rounds(self, round_id: str, quotas: list[int]) -> None:
+        """Store the quotas of the rounds that complete the step of a round, each before it is opened."""
+        _note(self._further, round_id, quotas)
 
-def _note(path: Path, round_id: str, ids: list[str]) -> None:
-    write_atomically(path, json.dumps(_noted(path) | {round_id: ids}))
+    def further_rounds(self, round_id: str) -> list[int]:
+        """The quotas of the rounds that may have completed the step of a round."""
+        return _noted(self._further).get(round_id, [])
 
 
-def _noted(path: Path) -> dict[str, list[str]]:
+def _note(path: Path, round_id: str, values: Sequence[str | int]) -> None:
+    write_atomically(path, json.dumps(_noted(path) | {round_id: values}))
+
+
+def _noted(path: Path) -> dict[str, list[Any]]:
     """By round."""
-    found: dict[str, list[str]] = json.loads(path.read_text()) if path.exists() else {}
+    found: dict[str, list[Any]] = json.loads(path.read_text()) if path.exists() else {}
     return found
 
 

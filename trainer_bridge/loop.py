@@ -145,15 +145,25 @@ class TrainingLoop:
         self._evaluate()
 
     def _rounds(self, round_id: str, quota: int | None) -> list[ScoredRollout]:
-        """The round of this step, and further ones for groups that could not be replaced before it ended."""
+        """The round of this step, and further ones for groups that could not be replaced before it ended.
+
+        A resumed run repeats all of them, also if the rewards of the first one fail no more: the engine has their
+        prompts.
+        """
         rounds = [self._with_engines(lambda: self.rollouts.round(round_id, quota, fill=quota is not None))]
+        noted = self.store.further_rounds(round_id)
         while quota is not None and self.config.quota_unit == "group":
             missing = quota - sum(len(rollout.groups) for rollout in rounds)
+            if len(rounds) <= len(noted):
+                missing = noted[len(rounds) - 1]
             if missing <= 0:
                 break
             if len(rounds) == MAX_ROUNDS_PER_STEP:
                 problems = "; ".join(rounds[-1].problems[:3])
                 raise RunError(f"{missing} groups short after {len(rounds)} rounds: none can be trained on. {problems}")
+            if len(rounds) > len(noted):
+                noted.append(missing)
+                self.store.note_further_rounds(round_id, noted)
             rounds.append(self._with_engines(partial(self.rollouts.round, f"{round_id}-{len(rounds)}", missing)))
         for rollout in rounds:
             self._times.add("rollout", rollout.generate_s)

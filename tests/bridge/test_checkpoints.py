@@ -67,7 +67,7 @@ def test_extensions_are_stored_per_round(tmp_path: Path) -> None:
     assert store.extended("r.2") == []
 
 
-def test_extensions_and_resent_prompts_are_kept_until_the_next_checkpoint(tmp_path: Path) -> None:
+def test_notes_about_rounds_are_kept_until_the_next_checkpoint(tmp_path: Path) -> None:
     """A run that is resumed after a checkpoint repeats all rounds since then."""
     store = Checkpoints(tmp_path, 1)
     store.note_extended("r.1", ["e0-5"])
@@ -75,5 +75,8 @@ def test_extensions_and_resent_prompts_are_kept_until_the_next_checkpoint(tmp_pa
     store.note_resent("r.2", ["e0-1"])
     assert (store.extended("r.1"), store.extended("r.2")) == (["e0-5"], ["e0-9"])
     assert (Checkpoints(tmp_path, 1).resent("r.1"), Checkpoints(tmp_path, 1).resent("r.2")) == ([], ["e0-1"])
+    store.note_further_rounds("r.2", [3, 1])
+    assert Checkpoints(tmp_path, 1).further_rounds("r.2") == [3, 1]
     store.save(LoopState(step=2), lambda _folder: None)
     assert (store.extended("r.1"), store.extended("r.2"), store.resent("r.2")) == ([], [], [])
+    assert store.further_rounds("r.2") == []

@@ -259,6 +259,26 @@ def test_step_without_usable_groups_ends_the_run_with_the_reason(loop: Callable[
         training_loop._rounds("r.1", 32)
 
 
+def test_a_repeated_step_repeats_all_its_rounds(loop: Callable[..., TrainingLoop]) -> None:
+    """The trainer was killed in the second one, whose prompts the engine has. Its rewards fail no more."""
+    asked: list[tuple[str, int]] = []
+
+    def rounds(training_loop: TrainingLoop, delivered: list[int]) -> None:
+        def play(name: str, quota: int, **_: Any) -> Any:
+            asked.append((name, quota))
+            return SimpleNamespace(groups=[None] * delivered.pop(0), generate_s=0.0, reward_wait_s=0.0)
+
+        training_loop.rollouts.round = play  # type: ignore[method-assign]
+        training_loop._rounds("r.1", 32)
+
+    rounds(loop(), [30, 2])
+    rounds(loop(), [32, 2])
+    assert asked == [("r.1", 32), ("r.1-1", 2)] * 2
+    asked.clear()
+    rounds(loop(), [28, 2, 2])
+    assert asked == [("r.1", 32), ("r.1-1", 2), ("r.1-2", 2)]
+
+
 @pytest.mark.parametrize(("strict", "sizes"), [(True, [8]), (False, [4, 4])])
 def test_strict_on_policy_takes_one_step_for_a_round_beyond_its_quota(
     loop: Callable[..., TrainingLoop], strict: bool, sizes: list[int]
