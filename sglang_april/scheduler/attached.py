@@ -171,6 +171,7 @@ class Attached:
         trajectory = leg.trajectory
         kv, sample.kv = sample.kv, SampleKv()
         result = self._c.engine.finished(sample, reason)
+        result.top_logprobs = None  # no record has them
         sample.kv, sample.finish_step = kv, self._c.step
         gone = trajectory.end_leg(leg, np.frombuffer(result.output_ids, "<i4"))
         trajectory.sequences[-1].parked = sample if kv.pages is not None else None

@@ -164,6 +164,7 @@ class Resumer:
         if not self._why_recompute(sample, pages):
             if pages.ready:
                 self._tiers.prepare_resume(sample)
+                self._tiers.add_suspended([sample])  # it was among those of the tier to which it was being copied
                 return False
             if pages.loading:
                 return True

@@ -81,8 +81,16 @@ class Suspender:
                 self._suspend_newest()
             self._demote_until(lambda coming: engine.tokens_free() + coming >= HEADROOM_STEPS * need)
         if (wanted := engine.first_waiting_need()) and (engine.row_slots() > 0 or engine.preempts):
-            kept = [s for s in (*self._c.reservations.loading, engine.first_waiting_on_kv()) if s is not None]
+            first = engine.first_waiting_on_kv()
+            kept = [s for s in (*self._c.reservations.loading, first) if s is not None]
             self._demote_until(lambda coming: engine.prefill_budget() + coming > wanted, excluding=kept)
+            if first is not None and engine.prefill_budget() <= wanted and self._no_memory_is_coming():
+                self._tiers.release(first)  # its last page may be of no use to it, and too much beside what it needs
+
+    def _no_memory_is_coming(self) -> bool:
+        """Whether nothing runs, and no copy is in flight, that would free memory at its end."""
+        runs = self._c.engine.most_for_next_decode() or self._c.engine.mid_prefill()
+        return not runs and not len(self._tiers.transfers)
 
     def _demote_until(self, enough: Callable[[int], bool], excluding: Collection[Sample] = ()) -> None:
         """Order copies in eviction order until `enough` of the tokens that they will free; they are not waited for."""

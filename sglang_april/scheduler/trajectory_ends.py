@@ -36,17 +36,22 @@ class TrajectoryEnds:
         return len(dropped)
 
     def forget_unused(self, run: TrajectoryRun) -> None:
-        """A leg of the run begins. Of runs without rounds, remove the least recently used trajectories and runs: no
-        caller ends them.
+        """A leg of the run begins. Remove the least recently used trajectories of runs without rounds, and the least
+        recently used runs that have no rounds, or nothing undelivered and no open one: no caller ends them.
         """
         self._forget(run, run.unused())
         runs = self._c.trajectories
         runs[run.name] = runs.pop(run.name)
         if len(runs) > MAX_RUNS:
-            idle = [r for r in runs.values() if not r.rounds_opened and not r.legs.groups]
-            for other in idle[: len(runs) - MAX_RUNS]:
+            unused = [r for r in runs.values() if self._is_unused(r)]
+            for other in unused[: len(runs) - MAX_RUNS]:
                 self._forget(other, list(other.active.values()), other.ended)
                 del runs[other.name]
+
+    def _is_unused(self, run: TrajectoryRun) -> bool:
+        key = run.legs.key
+        in_round = key in self._c.rounds or key in self._c.ahead
+        return not (in_round or run.legs.groups or (run.rounds_opened and run.active))
 
     def _forget(self, run: TrajectoryRun, unused: list[Trajectory], ended: Iterable[str] = ()) -> None:
         """Forget trajectories, and also of those with the ids `ended` that they have ended."""

@@ -131,11 +131,12 @@ class TrajectoryRun:
         return trajectory
 
     def drop(self, name: str) -> Trajectory | None:
-        """Delete a trajectory, also a done one; None if it has left."""
+        """Delete a trajectory, also a done one, for which a repeated message still changes nothing; None if it has
+        left."""
         trajectory = self.active.pop(name, None)
         if trajectory is not None:
             self.done.pop(trajectory, None)
-            self._end(trajectory, "rejected")
+            self._end(trajectory, self.ended.get(name, "rejected"))
         return trajectory
 
     def _end(self, trajectory: Trajectory, outcome: Outcome, result: bytes = b"") -> None:

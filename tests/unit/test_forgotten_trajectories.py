@@ -58,6 +58,25 @@ def test_runs_without_rounds_are_forgotten(w: LegHarness, monkeypatch: pytest.Mo
     assert len(w.engine.free) == w.engine.pool, "parked KV of forgotten runs is freed"
 
 
+def test_runs_whose_rounds_have_delivered_everything_are_forgotten(
+    w: LegHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run per evaluation: they cost no other run its records."""
+    monkeypatch.setattr("sglang_april.scheduler.trajectory_ends.MAX_RUNS", 2)
+    for i in range(5):
+        w.open(f"eval-{i}", 1)
+        w.leg(f"eval-{i}", f"r{i}", PROMPT, 2, "t")
+        w.step(6)
+        w.done(f"eval-{i}", "t")
+        w.step()
+    w.leg("x", "rx", PROMPT, 2, "t")
+    w.step(6)
+    w.leg("y", "ry", PROMPT, 2, "t")
+    w.step(6)
+    assert set(w.context.trajectories) == {"x", "y"}
+    assert [(e.run, e.ids) for e in w.of(messages.TrajectoriesRemoved)] == []
+
+
 def test_a_restart_remembers_no_more_ended_trajectories(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sglang_april.scheduler.trajectory_run.MAX_ENDED", 2)
     run = TrajectoryRun("run", Run("legs"))

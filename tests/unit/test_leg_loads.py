@@ -132,6 +132,36 @@ def test_a_queued_leg_that_loses_old_kv_runs_on_kv_of_the_current_version(overla
 
 
 @OVERLAP
+@pytest.mark.parametrize("copy_delay", [0, 6])
+def test_the_kv_of_a_queued_leg_yields_although_its_copy_was_cancelled(overlap: bool, copy_delay: int) -> None:
+    """The leg takes its KV over while that is copied to the host. It waits behind a request that needs the memory."""
+    w = LegHarness(replicas=1, overlap=overlap, slots=4, pool=100, chunk=128, copy_delay=copy_delay)
+    w.leg("run", "a", PROMPT, STORED, "t")
+    while w.ended("a") is None:
+        w.step()
+    w.step(2)
+    stock = w.do(lambda e: e.add_foreign_request("s", 9, 70, 10))
+    w.step()
+    next_leg(w)
+    w.step(100)
+    assert stock.reason is not None
+    assert w.ended("b") is not None
+
+
+@OVERLAP
+def test_a_leg_that_fits_only_without_its_kv_gives_it_up(overlap: bool) -> None:
+    """It nearly fills the pool, and its last page of KV is of no use: its prompt adds no token."""
+    w = LegHarness(replicas=1, overlap=overlap, slots=4, pool=100, chunk=128)
+    w.leg("run", "a", PROMPT, STORED, "t")
+    while w.ended("a") is None:
+        w.step()
+    w.step(2)
+    w.leg("run", "b", w.sequence("a"), 56, "t")
+    w.step(100)
+    assert w.ended("b") is not None
+
+
+@OVERLAP
 def test_a_leg_waits_for_memory_in_the_step_after_a_prefill(overlap: bool) -> None:
     """The rows of that prefill run, although they are not in the running batch yet."""
     w = stored_leg(overlap=overlap, chunk=128)

@@ -265,3 +265,20 @@ def test_a_request_survives_its_clients_disconnect_while_the_server_shuts_down(w
     w.crash()
     assert [rid for (_, rid), group in saved_requests(w.saved).items() if tokens_of(group).length] == ["a"]
     assert not w.record("t")["legs"]
+
+
+def test_a_repeated_message_changes_nothing_for_what_left_with_its_group(w: JournalledLegs) -> None:
+    """The answer to the message that ended the round was lost."""
+    w.open("run", 1, quota_unit="group", n=2)
+    for name in "abc":
+        w.leg("run", name, PROMPT, 2, name, "g")
+    w.step(8)
+    w.done("run", *"abc")
+    (reply,) = w.of(messages.RoundEnded)
+    assert (reply.trajectories, reply.rejected) == (["a", "b"], ["c"])
+    for crash in (False, True):
+        if crash:
+            w.crash()
+        repeated = w.done("run", *"abc")
+        assert (repeated.status, repeated.data and repeated.data["new"]) == (200, {})
+    assert not w.context.trajectories["run"].rejected
