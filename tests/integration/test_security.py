@@ -44,4 +44,10 @@ def test_a_server_with_both_keys(pool: Pool) -> None:
     assert "sglang_april:samples{model_name=" in metrics
     known = call("GET", "/server_info", USER).json()
     assert (known["api_key"], known["admin_api_key"]) == (USER, ADMIN)
+    body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
+    user = {"authorization": f"Bearer {USER}"}
+    refused = server.http.post("/generate", json={**body, "custom_labels": {"x": "y"}}, headers=user)
+    assert refused.status_code == 400, "an unknown label would end the server"
+    assert "custom_labels" in refused.text
+    assert server.http.post("/generate", json=body, headers=user).status_code == 200
     server.stop()

@@ -57,6 +57,10 @@ def refuse_harmful_request(original: Callable[..., Any], manager: Any, obj: Any,
     tops = getattr(obj, "top_logprobs_num", None) or 0
     if any(not isinstance(top, int) or not 0 <= top <= vocab for top in (tops if isinstance(tops, list) else [tops])):
         raise ValueError(f"top_logprobs_num: must be a whole number from 0 to {vocab}")
+    if manager.enable_metrics and (labels := getattr(obj, "custom_labels", None)):
+        allowed = shape.resolved(manager.server_args).tokenizer_metrics_allowed_custom_labels
+        if not isinstance(labels, dict) or not labels.keys() <= set(allowed or ()):
+            raise ValueError("custom_labels: has a label that --tokenizer-metrics-allowed-custom-labels does not name")
     return original(manager, obj, *args, **kwargs)
 
 
