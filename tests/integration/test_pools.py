@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from sglang_april.api.types import RUN
 from tests.integration.conftest import NORMAL, OVERLAP, Pool
 from tests.integration.test_trajectories import leg, record
 from tests.support.background import BackgroundRound
@@ -81,6 +82,31 @@ def test_preempted_sample_is_recomputed_and_reported(shaped: LiveServer, run: st
     assert kinds == {("fresh",), ("fresh", "recomputed")}
     shaped.check(reply["finished"], {g["id"]: PARAMS for g in reply["finished"]})
     at_rest(shaped)
+
+
+def test_a_request_that_is_preempted_in_vain_keeps_its_turn(
+    pool: Pool, models: Callable[[str, int], Path], run: str
+) -> None:
+    """SGLang preempts before it knows how long the new prompt is, which does not fit, and forgets what it preempted."""
+    flags = [*NORMAL, "--max-total-tokens=1000", "--max-running-requests=2", "--enable-priority-scheduling"]
+    with live_server(pool.get("two rows", flags, forked=True), lambda seed: models("qwen3", seed)) as live:
+
+        def ask(ids: int, tokens: int, **fields: Any) -> Any:
+            params = {"max_new_tokens": tokens, "ignore_eos": True, **fields.pop("sampling_params", {})}
+            return live.server.post("/generate", {"input_ids": token_ids(ids, ids), "sampling_params": params, **fields})
+
+        with live.server.slowed():
+            low = live.in_background(ask, 10, 95, sampling_params={"custom_params": {RUN: run}})
+            until(lambda: live.running() == 1, "it runs")
+            large = live.in_background(ask, 460, 60, priority=5)
+            until(lambda: live.server.forwards()[-1]["rows"] == 2, "both run")
+            urgent = live.in_background(ask, 515, 8, priority=5)
+        lengths = [len(live.result_of(answer)["output_ids"]) for answer in (large, urgent)]
+        answer = live.result_of(low)
+    assert lengths == [60, 8]
+    assert len(answer["output_ids"]) == 95
+    assert [span["kv"] for span in answer["meta_info"]["april"]["spans"]] == ["fresh", "recomputed"]
+    live.server.stop()
 
 
 @pytest.mark.parametrize("pushed", [False, True])
