@@ -93,7 +93,9 @@ def test_a_request_that_is_preempted_in_vain_keeps_its_turn(
 
         def ask(ids: int, tokens: int, **fields: Any) -> Any:
             params = {"max_new_tokens": tokens, "ignore_eos": True, **fields.pop("sampling_params", {})}
-            return live.server.post("/generate", {"input_ids": token_ids(ids, ids), "sampling_params": params, **fields})
+            return live.server.post(
+                "/generate", {"input_ids": token_ids(ids, ids), "sampling_params": params, **fields}
+            )
 
         with live.server.slowed():
             low = live.in_background(ask, 10, 95, sampling_params={"custom_params": {RUN: run}})

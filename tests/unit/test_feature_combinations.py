@@ -9,12 +9,12 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_april import config
-from sglang_april.adapter.core import attached, frontend, hooks_http, refusals
+from sglang_april.adapter.core import attached, frontend, hooks_http, hooks_scheduler, refusals
 from sglang_april.adapter.core.attach_request import RUN, AuditRequest, attach, is_attached
 from sglang_april.adapter.core.frontend import SGLangFrontend
 from sglang_april.adapter.core.proximal import is_eligible
@@ -180,3 +180,24 @@ def test_an_aborted_request_has_waited_until_its_first_prefill() -> None:
     s: Any = SimpleNamespace(output_streamer=SimpleNamespace(stream_output=lambda *_: None))
     attached.answer_aborted(s, req)
     assert stats.forward_entry_time == 5.0
+
+
+def test_a_request_with_tokens_that_sglang_gives_up_ends_at_the_detokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `recompute` after a push queues it with its tokens, where SGLang's waiting timeout sends only an `AbortReq`."""
+    events: list[Any] = []
+    output = SimpleNamespace(unpack=lambda _: None)
+    stats = SimpleNamespace(forward_entry_time=1.0, last_forward_entry_time=1.0)
+    sample = SimpleNamespace(attached=True)
+    req: Any = SimpleNamespace(
+        april=sample, april_output=output, output_ids=[1], time_stats=stats, return_logprob=False, rid="a"
+    )
+    streamer = SimpleNamespace(stream_output=lambda reqs, _: events.append(reqs[0].finished_reason.to_json()))
+    controller = SimpleNamespace(aborted=lambda _, reason: events.append(reason["message"]))
+    monkeypatch.setattr(hooks_scheduler.Process, "scheduler", SimpleNamespace(output_streamer=streamer))
+    monkeypatch.setattr(hooks_scheduler.Process, "controller", controller)
+    reason = {"type": "abort", "message": "too late", "status_code": 503}
+    for tokens in ([1], []):
+        req.output_ids = tokens
+        message = AbortReq(rid="a", finished_reason=reason)
+        hooks_scheduler.intercept_queue_abort(lambda *sent: events.append(sent[1]), None, message, req)
+    assert events == [{**reason, "err_type": None}, "too late", "too late", message]

@@ -167,13 +167,18 @@ def abort_attached(s: Scheduler, recv_req: AbortReq) -> None:
     s.april.attached.abort_named(lambda req: recv_req.abort_all or req.rid == recv_req.rid)
 
 
-def answer_aborted(s: Scheduler, req: Req) -> None:
-    """Answer a request that is in no queue and no batch, with the tokens that it has."""
+def answer_aborted(s: Scheduler, req: Req, reason: dict[str, Any] | None = None) -> None:
+    """Answer a request that is in no queue and no batch, with the tokens that it has.
+
+    Args:
+        reason: SGLang's finish reason, if the request has tokens.
+    """
     req.april_output.unpack(req)
     if not req.output_ids:
         s.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=req.rid), None)
         return
     stats = req.time_stats
     stats.forward_entry_time = stats.forward_entry_time or stats.last_forward_entry_time  # a suspend has set it to 0
-    req.finished_reason = FINISH_ABORT()
+    reason = reason or {}
+    req.finished_reason = FINISH_ABORT(reason.get("message"), reason.get("status_code"), reason.get("err_type"))
     s.output_streamer.stream_output([req], req.return_logprob)

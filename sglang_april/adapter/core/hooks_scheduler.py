@@ -19,7 +19,7 @@ from sglang.srt.managers.scheduler import Scheduler
 
 from sglang_april.adapter import fail_stop
 from sglang_april.adapter.core.accounting import check_accounting
-from sglang_april.adapter.core.attached import described, was_accepted
+from sglang_april.adapter.core.attached import answer_aborted, described, was_accepted
 from sglang_april.adapter.core.calibrate import measure
 from sglang_april.adapter.core.engine import SchedulerEngine
 from sglang_april.adapter.core.envelope import AprilReq
@@ -286,8 +286,12 @@ def intercept_queue_abort(orig: Callable[..., Any], sender: Any, output: Any, re
     sample = getattr(recv_obj, "april", None) if isinstance(output, AbortReq) else None
     if sample is not None and Process.controller is not None:
         reason = output.finished_reason or {"type": "abort", "message": "aborted by the engine"}
+        has_tokens = sample.attached and bool(recv_obj.output_ids)
+        if has_tokens and Process.scheduler is not None:
+            # With an `AbortReq`, the detokenizer keeps its state, and continues it for the next of this `rid`.
+            answer_aborted(Process.scheduler, recv_obj, reason)
         Process.controller.aborted(sample, reason)
-        if not sample.attached:
+        if has_tokens or not sample.attached:
             return None
     with Process.sending:
         return orig(sender, output, recv_obj)
