@@ -22,7 +22,7 @@ README_CELLS: dict[str, tuple[str, ...]] = {
     "spans and logprobs of two policies": ("live versions",),
     "trainer equals Hugging Face": (),
     "page and sampling kernels": ("kernel tests",),
-    "guards": ("live guards",),
+    "each safety check": ("live guards",),
 }
 """The start of each row of README's table, and the pieces that fill its GPU cell; without any, `make gpu` cannot."""
 
