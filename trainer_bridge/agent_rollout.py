@@ -50,7 +50,7 @@ class AgentRollouts:
         self._carried: list[dict[str, Any]] | None = None
         """Trajectories that the last round has left at the engine; None if this process has had no round."""
         self._delivered: dict[str, set[int]] = {}
-        """Trajectories that rounds have delivered which were answered before this process began, by prompt."""
+        """Trajectories that rounds have delivered, by prompt of the pool."""
         self._training: AgentTrajectories | None = None
         """None until the first round, and after the engine was lost."""
         self._evaluation: AgentTrajectories | None = None
@@ -231,14 +231,15 @@ class AgentRollouts:
         """Forget trajectories that the engine has delivered, and prompts of which it has delivered the last one."""
         for trajectory in delivered:
             prompt_id, index = trajectory.metadata["prompt"], trajectory.metadata["index"]
+            indices = self._delivered.setdefault(prompt_id, set())
+            indices.add(index)
             if self._training is not None:
                 is_last = self._training.delivered(prompt_id, index)
-            else:
-                indices = self._delivered.setdefault(prompt_id, set())
-                indices.add(index)
+            else:  # the round was answered before this process began, or before the engine was lost
                 is_last = len(indices) == self._config.n_samples_per_prompt
             if is_last:
                 self.pool.remove(prompt_id)
+                del self._delivered[prompt_id]
 
     def _trajectories(self, run: str, n: int, sampling: Mapping[str, Any], whole_groups: bool) -> AgentTrajectories:
         return AgentTrajectories(

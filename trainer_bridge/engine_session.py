@@ -139,8 +139,8 @@ class EngineSession:
 
         An engine keeps a run without prompts, for example when `on_end: drop` has deleted them.
         """
-        if self._config.agent is not None:
-            carries = self._run in client.state()["trajectories"]
+        if self._config.agent is not None:  # an agent that still runs may have begun the run anew
+            carries = _has_round(client, f"{self._run}.{self.step}")
         else:
             carries = bool(client.partials(self._run)["groups"])
         return carries or _has_round(client, f"{self._run}.{self.step + 1}")

@@ -14,6 +14,11 @@ DeliveredTrajectories = dict[str, dict[str, SavedTrajectory]]
 """By round with a kept reply, and by id."""
 _Op = Callable[[sqlite3.Connection], Any]
 _DELETE = tuple(f"DELETE FROM {table} WHERE run=? AND id=?" for table in ("trajectories", "legs"))  # noqa: S608
+_FORGET = (
+    "DELETE FROM legs WHERE run=? AND id=? AND NOT EXISTS "
+    "(SELECT 1 FROM trajectories t WHERE t.run=legs.run AND t.id=legs.id AND t.round_id IS NOT NULL)",
+    "DELETE FROM trajectories WHERE run=? AND id=? AND round_id IS NULL",
+)
 
 
 class Restoring(Protocol):
@@ -46,11 +51,11 @@ def trajectory(saved: SavedTrajectory) -> _Op:
 
 
 def forgotten(run: str, ids: list[str]) -> _Op:
-    """Trajectories are no longer remembered."""
+    """Trajectories are no longer remembered. Kept replies still have those that they deliver."""
     rows = [(run, name) for name in ids]
 
     def op(db: sqlite3.Connection) -> None:
-        for statement in _DELETE:
+        for statement in _FORGET:
             db.executemany(statement, rows)
 
     return op

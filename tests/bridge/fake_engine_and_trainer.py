@@ -25,8 +25,6 @@ class FakeEngineAndTrainer:
         """Further engines of the run."""
         self.groups: list[str] = []
         """Undelivered prompts."""
-        self.trajectories: list[str] = []
-        """Runs of trajectories."""
         self.pushes: list[int | None] = []
         self.failing = 0
         self.connections = 0
@@ -46,8 +44,7 @@ class FakeEngineAndTrainer:
         runs = {name: {} for name in self.runs}
         reasons = {"push_open": self.push_open, "failed": self.failed, "unnamed": self.unnamed, "closed": self.closed}
         http = {"model": {"memory_saver": False}}
-        known = {"runs": runs, "trajectories": dict.fromkeys(self.trajectories)}
-        return {"policy_version": self.version, "gpus": self.gpus, "http": http, **known, **reasons}
+        return {"policy_version": self.version, "runs": runs, "gpus": self.gpus, "http": http, **reasons}
 
     def partials(self, run: str) -> dict[str, Any]:
         return {"groups": [{"run": run, "id": name} for name in self.groups], "unstarted": [], "partials": []}

@@ -245,3 +245,16 @@ def test_an_engine_that_no_longer_has_the_run_gets_all_agents_again(
     agent_engine.done_.clear()
     rollouts.engines_with_carry = set()
     assert [prompt for prompt, _ in delivered(rollouts.round("r.2", 2))] == ["e0-2", "e0-3"]
+
+
+def test_deliveries_before_the_engine_was_lost_count(
+    make_agents: Callable[..., Any], agent_engine: FakeAgentEngine
+) -> None:
+    """The engine has answered the second round, but the answer was lost: of the prompt nothing is left."""
+    rollouts = make_agents(lambda start: 1.0, quota_unit="sample", advantage_estimator="reinforce")
+    assert delivered(rollouts.round("r.1", 1)) == [("e0-0", [1.0])]
+    rollouts._abandon()
+    record = RecordedTrajectory("x", "r", "g", 1.0, {"prompt": "e0-0", "index": 1}, [], [])
+    agent_engine.answered["r.2"] = RolloutReply("r.2", "r", 1, "quota", {"trajectories": []}, {}, [], [record])
+    assert delivered(rollouts.round("r.2", 1)) == [("e0-0", [1.0])]
+    assert "e0-0" not in rollouts.pool.prompts

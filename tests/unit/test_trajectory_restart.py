@@ -282,3 +282,19 @@ def test_a_repeated_message_changes_nothing_for_what_left_with_its_group(w: Jour
         repeated = w.done("run", *"abc")
         assert (repeated.status, repeated.data and repeated.data["new"]) == (200, {})
     assert not w.context.trajectories["run"].rejected
+
+
+def test_a_kept_reply_outlives_its_run(w: JournalledLegs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More other runs have begun than are remembered."""
+    monkeypatch.setattr("sglang_april.scheduler.trajectory_ends.MAX_RUNS", 2)
+    w.open("run", 1)
+    w.leg("run", "a", PROMPT, 2, "t")
+    w.step(6)
+    w.done("run", "t")
+    for other in "xyz":
+        w.leg(other, f"leg-{other}", PROMPT, 2, "t")
+        w.step(6)
+    assert "run" not in w.context.trajectories
+    w.crash()
+    assert w.saved.corrupt == 0
+    assert [(t.id, len(t.legs)) for reply in w.saved.replies for t in reply.trajectories] == [("t", 1)]

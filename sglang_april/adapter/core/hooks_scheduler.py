@@ -169,20 +169,21 @@ def resume_or_prefill(orig: Callable[..., Any], s: Scheduler, *args: Any, **kwar
         return shape.no_prefill(s)
     preemptible = list(s.running_batch.reqs) if s.april.context.engine.preempts else []
     plan = shape.prefill(orig, s)
-    if preemptible:
-        _queue_forgotten(s, preemptible, shape.batch_of(plan))
+    if preemptible and shape.batch_of(plan) is None:
+        _queue_forgotten(s, preemptible)
     if s.april.context.ledger.runs and (batch := shape.batch_of(plan)) is not None:
         _launch_legs(s.april, batch)
     return plan
 
 
-def _queue_forgotten(s: Scheduler, before: list[Req], prefilled: ScheduleBatch | None) -> None:
+def _queue_forgotten(s: Scheduler, before: list[Req]) -> None:
     """Queue the requests of `before` that SGLang has preempted in vain: when the request that they were preempted for
-    does not fit, it leaves them in no queue."""
-    known = {*s.running_batch.reqs, *s.waiting_queue, *(prefilled.reqs if prefilled is not None else ())}
-    for req in before:
-        if req.is_retracted and req not in known and not req.finished():
-            s._add_request_to_queue(req)
+    does not fit, it leaves them in no queue. With a prefill it queues them itself."""
+    if retracted := [req for req in before if req.is_retracted and not req.finished()]:
+        known = {*s.running_batch.reqs, *s.waiting_queue}
+        for req in retracted:
+            if req not in known:
+                s._add_request_to_queue(req)
 
 
 def _launch_legs(controller: Controller, batch: ScheduleBatch) -> None:
