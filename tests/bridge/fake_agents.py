@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -151,6 +151,15 @@ class FakeAgentEngine:
 
     def state(self) -> dict[str, Any]:
         return {"rounds": [] if self.open is None else [self.open]}
+
+    def has_answered(self, round_id: str, delivered: list[tuple[str, int]], carried: Sequence[Any] = ()) -> None:
+        """It keeps a reply to an earlier process; `delivered`: prompt and index of each trajectory."""
+        records = [
+            RecordedTrajectory("x", "r", "g", 1.0, {"prompt": prompt, "index": index}, [], [])
+            for prompt, index in delivered
+        ]
+        rows = {"trajectories": list(carried)}
+        self.answered[round_id] = RolloutReply(round_id, "r", 1, "quota", rows, {}, [], records)
 
     def get_round(self, round_id: str) -> RolloutReply:
         if round_id not in self.answered:

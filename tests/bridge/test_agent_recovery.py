@@ -7,12 +7,17 @@ from typing import Any
 
 import pytest
 
-from sglang_april.client import RecordedTrajectory, RolloutReply, ServerLostError
+from sglang_april.client import RolloutReply, ServerLostError
 from tests.bridge.fake_agents import FakeAgentEngine, FakeRunner, delivered, end_agents, runner, started
 from trainer_bridge.agent_runner import AgentError
 from trainer_bridge.agents import AgentFinished, StartAgent
 from trainer_bridge.data import PromptData
 from trainer_bridge.validate import RunError
+
+
+def all_but_one(start: StartAgent) -> float | None:
+    """An outcome: all agents end at once but those of prompt e0-2."""
+    return None if start.task.id.startswith("e0-2.") else float(start.task.index)
 
 
 def test_after_the_engine_was_lost_all_agents_of_the_pool_start_again(
@@ -46,8 +51,7 @@ def test_after_the_engine_was_lost_all_agents_of_the_pool_start_again(
 def test_a_round_that_was_answered_before_a_restart_starts_no_agent(
     make_agents: Callable[..., Any], agent_engine: FakeAgentEngine
 ) -> None:
-    records = [RecordedTrajectory("x", "r", "g", 1.0, {"prompt": "e0-1", "index": index}, [], []) for index in range(2)]
-    agent_engine.answered["r.1"] = RolloutReply("r.1", "r", 1, "quota", {"trajectories": []}, {}, [], records)
+    agent_engine.has_answered("r.1", [("e0-1", 0), ("e0-1", 1)])
     rollouts = make_agents(lambda start: 1.0)
     assert delivered(rollouts.round("r.1", 2)) == [("e0-1", [1.0, 1.0])]
     assert started(rollouts) == []
@@ -58,10 +62,7 @@ def test_a_round_that_was_answered_before_a_restart_starts_no_agent(
 def test_a_group_that_is_judged_out_while_a_round_begins_is_not_started_again(
     make_agents: Callable[..., Any], agent_engine: FakeAgentEngine
 ) -> None:
-    def outcome(start: StartAgent) -> float | None:
-        return None if start.task.id.startswith("e0-2.") else float(start.task.index)
-
-    rollouts = make_agents(outcome, dynamic_sampling=True)
+    rollouts = make_agents(all_but_one, dynamic_sampling=True)
     rollouts.round("r.1", 2)
     agent_engine.released.clear()
     end_agents(rollouts, "e0-2", 1.0)
@@ -154,8 +155,7 @@ def test_the_drain_starts_again_what_an_answered_round_has_carried(
 ) -> None:
     """The trainer was killed after the last reply: no agent runs, and none of its prompts is forgotten."""
     rows = [{"group": "g", "id": f"e0-{i}.0.x", "tokens": 5 * i, "state": "parked"} for i in range(2)]
-    record = RecordedTrajectory("x", "r", "g", 1.0, {"prompt": "e0-2", "index": 0}, [], [])
-    agent_engine.answered["r.1"] = RolloutReply("r.1", "r", 1, "quota", {"trajectories": rows}, {}, [], [record])
+    agent_engine.has_answered("r.1", [("e0-2", 0)], rows)
     rollouts = make_agents(lambda start: 1.0)
     rollouts.round("r.1", 2)
     rollouts.drop_unstarted()
@@ -189,17 +189,13 @@ def test_a_prompt_that_replaces_one_between_two_rounds_is_drawn_again_after_a_re
     make_agents: Callable[..., Any], agent_engine: FakeAgentEngine
 ) -> None:
     """The checkpoint has the prompt that was given up, and not the one that was drawn instead."""
-
-    def outcome(start: StartAgent) -> float | None:
-        return None if start.task.id.startswith("e0-2.") else float(start.task.index)
-
-    rollouts = make_agents(outcome, dynamic_sampling=True)
+    rollouts = make_agents(all_but_one, dynamic_sampling=True)
     rollouts.round("r.1", 2)
     saved, position = list(rollouts.pool.prompts), rollouts.pool.position
     assert saved == ["e0-2"]
     end_agents(rollouts, "e0-2", 1.0)
     reply = rollouts.round("r.2", 2)
-    again = make_agents(outcome, dynamic_sampling=True)
+    again = make_agents(all_but_one, dynamic_sampling=True)
     again.pool._data.position = position
     again.pool.restore(saved)
     records = [t for group in reply.groups for t in group.trajectories]
@@ -228,8 +224,7 @@ def test_the_drain_of_a_resumed_run_starts_everything_again(make_agents: Callabl
 def test_an_answered_round_keeps_prompts_that_it_has_delivered_in_part(
     make_agents: Callable[..., Any], agent_engine: FakeAgentEngine
 ) -> None:
-    record = RecordedTrajectory("x", "r", "g", 1.0, {"prompt": "e0-0", "index": 0}, [], [])
-    agent_engine.answered["r.1"] = RolloutReply("r.1", "r", 1, "quota", {"trajectories": []}, {}, [], [record])
+    agent_engine.has_answered("r.1", [("e0-0", 0)])
     rollouts = make_agents(lambda start: 1.0, quota_unit="sample", advantage_estimator="reinforce")
     assert delivered(rollouts.round("r.1", 1)) == [("e0-0", [1.0])]
     rollouts.round("r.2", 4)
@@ -254,7 +249,6 @@ def test_deliveries_before_the_engine_was_lost_count(
     rollouts = make_agents(lambda start: 1.0, quota_unit="sample", advantage_estimator="reinforce")
     assert delivered(rollouts.round("r.1", 1)) == [("e0-0", [1.0])]
     rollouts._abandon()
-    record = RecordedTrajectory("x", "r", "g", 1.0, {"prompt": "e0-0", "index": 1}, [], [])
-    agent_engine.answered["r.2"] = RolloutReply("r.2", "r", 1, "quota", {"trajectories": []}, {}, [], [record])
+    agent_engine.has_answered("r.2", [("e0-0", 1)])
     assert delivered(rollouts.round("r.2", 1)) == [("e0-0", [1.0])]
     assert "e0-0" not in rollouts.pool.prompts
