@@ -147,7 +147,7 @@ class TrainingLoop:
     def _rounds(self, round_id: str, quota: int | None) -> list[ScoredRollout]:
         """The round of this step, and further ones for groups that could not be replaced before it ended.
 
-        A resumed run repeats all of them, also if the rewards of the first one fail no more: the engine has their
+        A resumed run repeats all of them, even if every reward of the first one succeeds now: the engine has their
         prompts.
         """
         rounds = [self._with_engines(lambda: self.rollouts.round(round_id, quota, fill=quota is not None))]

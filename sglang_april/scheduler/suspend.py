@@ -84,8 +84,8 @@ class Suspender:
             first = engine.first_waiting_on_kv()
             kept = [s for s in (*self._c.reservations.loading, first) if s is not None]
             self._demote_until(lambda coming: engine.prefill_budget() + coming > wanted, excluding=kept)
-            if first is not None and engine.prefill_budget() <= wanted and self._no_memory_is_coming():
-                self._tiers.release(first)  # its last page may be of no use to it, and too much beside what it needs
+            if first is not None and self._no_memory_is_coming() and engine.prefill_budget() <= wanted:
+                self._tiers.release(first)  # it does not fit beside its own KV, whose last page it may not even use
 
     def _no_memory_is_coming(self) -> bool:
         """Whether nothing runs, and no copy is in flight, that would free memory at its end."""

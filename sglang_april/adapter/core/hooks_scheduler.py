@@ -287,12 +287,13 @@ def intercept_queue_abort(orig: Callable[..., Any], sender: Any, output: Any, re
     sample = getattr(recv_obj, "april", None) if isinstance(output, AbortReq) else None
     if sample is not None and Process.controller is not None:
         reason = output.finished_reason or {"type": "abort", "message": "aborted by the engine"}
-        has_tokens = sample.attached and bool(recv_obj.output_ids)
-        if has_tokens and Process.scheduler is not None:
-            # With an `AbortReq`, the detokenizer keeps its state, and continues it for the next of this `rid`.
+        passes_on = sample.attached
+        if sample.attached and recv_obj.output_ids and Process.scheduler is not None:
+            # No `AbortReq` reaches the detokenizer, which would add the old text to the next request of this `rid`.
             answer_aborted(Process.scheduler, recv_obj, reason)
+            passes_on = False
         Process.controller.aborted(sample, reason)
-        if has_tokens or not sample.attached:
+        if not passes_on:
             return None
     with Process.sending:
         return orig(sender, output, recv_obj)
